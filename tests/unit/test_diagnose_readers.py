@@ -574,7 +574,9 @@ def test_a_rate_that_contradicts_the_clock_is_not_that_of_an_update(tmp_path: Pa
     walls = [(n, 785 + 83 * n // 100) for n in range(100, 4100, 100)]
     rows = [(n, wall, wps.format(running=82_900 * n / wall)) for n, wall in walls]
     text = "".join(line.format(n=n, wall=wall, wps=rate) for n, wall, rate in rows)
-    assert read(text_file(tmp_path, text)).median("step_s") == pytest.approx(0.83, rel=0.02)
+    observed = read(text_file(tmp_path, text))
+    assert observed.median("step_s") == pytest.approx(0.83, rel=0.02)
+    assert ("wrong-throughput" in found(observed)) == (wps == "57.3"), "no factor makes a mean a speed"
 
 
 def test_a_printed_mfu_is_judged(tmp_path: Path) -> None:
@@ -788,11 +790,14 @@ def test_a_console_of_the_trainer_that_is_still_running(tmp_path: Path) -> None:
     assert observed.median("tokens") == pytest.approx(5000, rel=0.02)
 
 
-def test_an_estimate_in_whole_minutes_is_told_by_how_it_falls(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("start_s", "end"), [(0, 20_000), (40, 8_000)])
+def test_an_estimate_in_whole_minutes_is_told_by_how_it_falls(tmp_path: Path, start_s: int, end: int) -> None:
+    """It is the mean of all updates so far, of which a slow start is worn off."""
     step_s, steps = 0.0755, 60_000
     lines = []
-    for step in range(0, 20_000, 100):
-        left = (step_s * steps) // 60 - (step_s * step) // 60
+    for step in range(0, end, 100):
+        spent_s = start_s + step_s * (step + 1)
+        left = spent_s / (step + 1) * steps // 60 - spent_s // 60
         lines.append(
             f"Epoch:[0/3]({step}/{steps}) loss:{2.0 - step / 4e4:.3f} lr:0.0001 epoch_Time:{left}min:"
         )
@@ -873,6 +878,34 @@ def test_megatrons_progress_file(tmp_path: Path) -> None:
     assert (observed.trainer.name, observed.updates, observed.facts.gpus) == ("megatron", 1700, 8)
     assert observed.median("step_s") == pytest.approx(2.0, rel=0.01)
     assert observed.tokens_per_s == pytest.approx(0.5e6, rel=0.02)
+
+
+def test_bars_that_name_their_epoch_count_on(tmp_path: Path) -> None:
+    bar = "Epoch {}: {:3d}%|█████     | {}/60 [00:{:02d}<00:10, 2.0it/s, loss=2.1]"
+    bars = [bar.format(epoch, step, step, step // 2) for epoch in range(4) for step in range(1, 61)]
+    observed = read(text_file(tmp_path, "\n".join(bars) + "\n"))
+    assert (observed.updates, observed.median("step_s")) == (240, pytest.approx(0.5, rel=0.03))
+
+
+def test_tokens_trained_so_far_give_those_of_an_update(tmp_path: Path) -> None:
+    rows = [
+        {"step": n, "loss": 2.0, "tokens_per_second": 1e5, "trained_tokens": n * 8192}
+        for n in range(20, 400, 20)
+    ]
+    assert jsonl(tmp_path, rows).median("step_s") == pytest.approx(0.08192)
+
+
+def test_the_parameters_of_a_mixture_of_experts_do_not_tell_its_flops(tmp_path: Path) -> None:
+    """16B parameters x 6 x 98,000 tokens/s are more than 8 H100s can do, and a token passes a sixth of them."""
+    shape = "moe_args=MoEArgs(num_experts=64, top_k=6), n_layers=27, dim=2048"
+    size = "number of parameters: 15.7B"
+    line = "step: {}  loss: 3.1  tps: 12,250  step_time: 1.337\n"
+    facts = {"gpu": "h100-80g", "gpus": "8", "tokens": "131072"}
+    for head, causes in ((size, ["over-peak"]), (f"{shape}\n{size}", []), (f"{shape}, hidden_size=2048", [])):
+        rows = "".join(line.format(n) for n in range(1, 30))
+        observed = read(text_file(tmp_path, f"{head}\n{rows}"), facts=facts)
+        assert list(found(observed)) == causes
+    assert observed.facts.parameters is None, "not estimated from layers and width"
 
 
 @pytest.mark.parametrize(

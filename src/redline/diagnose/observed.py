@@ -89,6 +89,8 @@ class Facts:
     """Fewer than `parameters` where adapters are trained."""
     num_layers: float | None = None
     hidden_size: float | None = None
+    experts: float | None = None
+    """Of a mixture: a token passes few of them."""
     flops_per_token: float | None = None
     total_flops: float | None = None
     """Of the whole run, as the trainer counts them."""
@@ -141,6 +143,12 @@ class Facts:
     """The peak that the log's own MFU is counted against."""
     mfu_scope: str = "the step"
     """What the log's MFU is measured over."""
+
+    @property
+    def flops(self) -> float | None:
+        """FLOPs of a token, without attention's; unknown of a mixture of experts whose log does not count them."""
+        parameters = self.parameters if (self.experts or 0) < 2 else None
+        return self.flops_per_token or (6 * parameters if parameters else None)
 
     @property
     def tokens_a_pass(self) -> float | None:

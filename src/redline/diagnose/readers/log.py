@@ -3,7 +3,7 @@
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import mode
 from typing import Any
@@ -292,6 +292,9 @@ def _contradicted(run: Timed, facts: Facts) -> float | None:
     rate, step_s, tokens = (run.typical(name) for name in ("tokens_per_s", "step_s", "tokens"))
     if not rate or not step_s or not tokens or run.source.startswith("tokens"):
         return None
+    rates = [row.values["tokens_per_s"] for row in run.rows if "tokens_per_s" in row.values]
+    if all(before < after for before, after in pairwise(rates)):
+        return None  # a mean since a slow start
     ratio = physics.whole(tokens / (rate * step_s))
     return rate if ratio and ratio > 1 and ratio != facts.gpus else None
 

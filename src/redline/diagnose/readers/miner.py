@@ -92,10 +92,10 @@ def _bars(place: int, line: str, pattern: re.Pattern[str]) -> tuple[str, list[Mi
         named = "{" not in between and "=" not in between
         pairs = LINE["postfix"].findall(parts.get("rest") or "")
         pairs += LINE["in_name"].findall(between) if named else []
-        if epoch := re.match(r"\s{0,12}(\d{1,5})/\d{1,5}\s{2}", between):  # Ultralytics
-            cells["epoch"] = epoch[1]
+        if epoch := LINE["epoch_of_bar"].search(between):
+            cells["epoch"] = epoch[1] or epoch[2]
         cells |= {label: value for label, value in pairs if "step" not in assign({label: ""})}
-        name = LINE["numbers"].sub(lambda one: one[1] or "", between.strip(" :")[-80:]) if named else ""
+        name = LINE["numbers"].sub("", between.strip(" :")[-80:]) if named else ""
         bars.append(Mined(place, cells, {}, bar=f"{name}/{parts['total']}"))
         left, at = left if named else f"{left} {between}", found.end()
     return (f"{left} {line[at:]}".strip() if bars else line), bars

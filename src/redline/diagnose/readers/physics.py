@@ -82,7 +82,7 @@ def _model_and_memory(known: Known, run: Timed, trainer: Trainer, summary: dict[
         if known.get("memory_bytes") and (free := row.more.get("gb free")):
             row.values.setdefault("memory_bytes", max(0.0, known["memory_bytes"] - free * 2**30))
     layers, width = known.get("num_layers"), known.get("hidden_size")
-    if "parameters" not in known and layers and width:
+    if "parameters" not in known and layers and width and known.get("experts", 0) < 2:
         known["parameters"] = 12 * layers * width**2 + VOCABULARY * width
         size = f"{known['parameters'] / 1e6:,.0f}M parameters"
         run.notes.append(f"{size}, estimated from layers and width (--fact parameters=N overrules)")
@@ -129,6 +129,8 @@ def _gpus(known: Known, run: Timed, trainer: Trainer, tokens: float | None) -> N
     asked = known.get("gpus") is None and not trainer.entry.get("mfu_scope")
     peak = trainer.entry.get("mfu_tflops") or (spec.bf16_tflops if spec and asked else None)
     if not (peak and tokens and step_s and mfu and mfu > LEAST_MFU and known.get("parameters")):
+        return
+    if known.get("experts", 0) > 1:
         return
     shape = [known.get(name) for name in ("num_layers", "hidden_size", "seq_len")]
     attention = 12 * shape[0] * shape[1] * shape[2] if all(shape) else 0.0  # type: ignore[operator]

@@ -144,18 +144,26 @@ def _from_means(rows: Sequence[Row]) -> Times:
 
 def _from_estimates(rows: Sequence[Row]) -> Times:
     """How fast the estimate of the time that is left falls, over the longest stretch in which it does: it may be that of
-    an epoch, and at the start it settles."""
-    stretches: list[list[tuple[int, float]]] = [[]]
+    an epoch, and at the start it settles. Where the updates that are left are known, it is the mean of all so far times
+    them, and that mean comes down to an update's time as the slow start weighs less."""
+    stretches: list[list[tuple[int, float, float]]] = [[]]
     for row in rows:
         if "remaining_s" in row.values:
             if stretches[-1] and row.values["remaining_s"] > 1.5 * stretches[-1][-1][1] + 60:
                 stretches.append([])
-            stretches[-1].append((row.step, row.values["remaining_s"]))
+            stretches[-1].append((row.step, row.values["remaining_s"], row.total))
     known = max(stretches, key=len)
     known = known[len(known) // 10 :]
     if len(known) < 3 or known[-1][0] <= known[0][0]:
         return [None for _ in rows]
-    fell_s = -linear_regression(*zip(*known, strict=True)).slope  # often whole minutes
+    steps, left, _ = zip(*known, strict=True)
+    fell_s = -linear_regression(steps, left).slope
+    cut_s = 30 if all(value % 60 == 0 for value in left) else 0  # whole minutes
+    done = [(step % total, value + cut_s, total) for step, value, total in known if total]
+    means = [(1 / step, left_s / (total - step)) for step, left_s, total in done if 0 < step < 0.8 * total]
+    if len(means) >= 3:
+        mean_s = linear_regression(*zip(*means, strict=True)).intercept
+        fell_s = mean_s if 0 < mean_s < 1.25 * fell_s else fell_s
     return [fell_s if "remaining_s" in row.values else None for row in rows]
 
 

@@ -160,7 +160,7 @@ def slow_precision(observed: Observed) -> list[Finding]:
         return []
     if facts.precision == "bf16" and not spec.bf16_tflops:
         return found("slow-precision", locals(), "emulated", strength=0.9)
-    flops = facts.flops_per_token or (6 * facts.parameters if facts.parameters else None)
+    flops = facts.flops
     now, best = facts.precision, "bf16" if spec.bf16_tflops else "fp16"
     peaks = [spec.peak_tflops(name) for name in (now, best)] if now in ("fp32", "tf32") else []
     if not tokens or not flops or len(peaks) < 2 or not all(peaks):
@@ -180,9 +180,8 @@ def achieved(observed: Observed) -> tuple[float, str] | None:
     """TFLOP/s of one GPU, and how that is known."""
     facts, speed, gpus = observed.facts, _training(observed).tokens_per_s, observed.facts.gpus or 1.0
     per_token, step_s = facts.flops_per_token, observed.median("step_s")
-    if per_token is None and (model := shape_of(facts)) is not None:
-        attention = 12 * model.num_layers * model.hidden_size * (facts.seq_len or 0.0)
-        per_token = 6 * (facts.parameters or 0.0) + attention
+    if per_token is None and facts.flops and (model := shape_of(facts)) is not None:
+        per_token = facts.flops + 12 * model.num_layers * model.hidden_size * (facts.seq_len or 0.0)
     if per_token and speed:
         known = "of one GPU" if facts.gpus else "of all GPUs together"
         known += f": {per_token / 1e9:,.3g} GFLOP a token x {speed:,.0f} tokens/s"
@@ -234,9 +233,9 @@ def over_the_peak(observed: Observed) -> list[Finding]:
         mfu = mfu * (facts.mfu_peak_tflops or 0.0) / peak if peak else None
     if mfu is not None and mfu > 1:
         return found("over-peak", locals(), "mfu")
-    if not peak or not facts.parameters or not claimed or not facts.gpus:
+    if not peak or not facts.parameters or not facts.flops or not claimed or not facts.gpus:
         return []
-    needed, peak = 6 * facts.parameters * claimed / 1e15, peak * facts.gpus / 1e3
+    needed, peak = facts.flops * claimed / 1e15, peak * facts.gpus / 1e3
     share = needed / peak
     return found("over-peak", locals(), "log", strength=0.9) if share > 1 else []
 
