@@ -520,6 +520,14 @@ def test_a_column_called_time_that_only_grows_is_a_clock(tmp_path: Path) -> None
     assert jsonl(tmp_path, rows).median("step_s") == pytest.approx(3.0)  # type: ignore[arg-type]
 
 
+def test_a_cell_of_zero_with_a_unit_is_a_zero(tmp_path: Path) -> None:
+    waits = [300 if step % 10 == 0 else 0 for step in range(60)]
+    rows = "".join(f"{step},1.0,{400 + wait}ms,{wait}ms\n" for step, wait in enumerate(waits))
+    observed = read(text_file(tmp_path, "step,loss,step_time,data_time\n" + rows, "log.csv"))
+    assert [step.data_wait_s for step in observed.steps] == pytest.approx([wait / 1000 for wait in waits])
+    assert "slow-loader" in found(observed)
+
+
 def test_columns_may_have_a_unit(tmp_path: Path) -> None:
     text = "i,dt,mem,mfu,speed\n" + "".join(f"{i},120,40,1.35,31\n" for i in range(1, 21))
     path = text_file(tmp_path, text, "log.csv")

@@ -136,12 +136,19 @@ def test_a_run_without_updates_shows_its_domains(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["[1, 2]", '{"answers": 3}', '{"answers": [1, {"reward": "x", "text": 5}]}', "[" * 5000]
+    "line",
+    [
+        b"[1, 2]",
+        b'{"answers": 3}',
+        b'{"answers": [1, {"reward": "x", "text": 5}]}',
+        b"[" * 5000,
+        b"\xff\xfe\0",
+    ],
 )
-def test_samples_that_are_none_cost_their_own_line(tmp_path: Path, line: str) -> None:
+def test_samples_that_are_none_cost_their_own_line(tmp_path: Path, line: bytes) -> None:
     folder = write_rl(tmp_path / "a")
     path = folder / "samples" / "step-00000020.jsonl"
-    path.write_text(line + "\n" + path.read_text())
+    path.write_bytes(line + b"\n" + path.read_bytes())
     found = reinforcement(read_run(folder))
     assert found is not None
     assert found.said[0].text == "the <b>best</b>"

@@ -110,8 +110,8 @@ class _Number(argparse.Action):
     def __call__(self, _parser: object, options: argparse.Namespace, value: Any, name: Any = None) -> None:
         may_be_0 = re.search(r"(?<![\w.])0(?![\w.])", self.help or "") is not None
         if not 0 <= value < math.inf or (value == 0 and not may_be_0):
-            whole, real = f"at least {0 if may_be_0 else 1}", "a finite number above 0"
-            rule = whole if self.type is int or may_be_0 else real
+            whole, real = f"at least {0 if may_be_0 else 1}", "of at least" if may_be_0 else "above"
+            rule = whole if self.type is int else f"a finite number {real} 0"
             raise ConfigError(f"{name} must be {rule}, got {str(value).removesuffix('.0')}")
         setattr(options, self.dest, value)
 

@@ -104,7 +104,7 @@ def _word(name: str, raw: str) -> str:
 def _number(name: str, raw: str) -> float:
     units, example = (BYTES, "80GB or 80GiB") if "memory" in name else (COUNTS, "8, 454M or 1.24e8")
     value = amount(raw, units)
-    if value is None or (name in WHOLE and not value.is_integer()):
+    if not value or (name in WHOLE and not value.is_integer()):
         kind = "whole number" if name in WHOLE else "number"
         raise ConfigError(f"--fact {name} needs one {kind} above 0 such as {example}, got {raw!r}")
     return value

@@ -94,7 +94,7 @@ def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
         found["gpus"] = float(len(set(listed)))
     size = re.search(r"[-_/]([\d.]{1,5}[bm])\b", str(found.get("model", "")), re.IGNORECASE)
     if "parameters" not in found and size:
-        found["parameters"] = amount(size[1], COUNTS)
+        found["parameters"] = amount(size[1], COUNTS) or None
     if "rank_parameters" in found:
         found["parameters"] = found.pop("rank_parameters") * found.get("model_parallel", 1.0)
     for name, (ours, factor) in _UNITS.items():

@@ -11,14 +11,14 @@ the two recorded intervals. It ignores that both runs answer the same questions,
 
 import math
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from redline.config.rl import domain_name
 from redline.errors import ConfigError, DataError
-from redline.record.files import parse_json, read_text
+from redline.record.files import parse_json
 from redline.record.read import Run, number, table, values
 from redline.record.units import DASH, factor, format_bytes, format_duration, format_share
 from redline.report.compare import comparable
@@ -163,10 +163,10 @@ def said(path: Path, domains: list[str]) -> list[Said]:
     if not files:
         return []
     groups: dict[str, list[Said]] = {name: [] for name in domains}
-    for line in read_text(files[-1], whole_lines=True).split("\n")[:READ]:
+    for line in _first_lines(files[-1]):
         try:
             group = parse_json(line, files[-1], dict)
-        except DataError:  # damaged: it costs this line only
+        except DataError:  # damaged, or being written: it costs this line only
             continue
         answers = group.get("answers")
         for answer in answers if isinstance(answers, list) else ():
@@ -176,6 +176,16 @@ def said(path: Path, domains: list[str]) -> list[Said]:
         ordered = sorted(texts, key=lambda one: -one.reward)
         found += ordered[:1] + (ordered[-1:] if len(ordered) > 1 else [])
     return found
+
+
+def _first_lines(path: Path) -> list[str]:
+    """Not by `read_text`: these are examples, and bytes that are not UTF-8 need not cost the report."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            return list(islice(lines, READ))
+    except OSError as error:
+        unread = f"{path} cannot be read ({error.strerror})"
+        raise DataError(f"{unread}: move it away to see the rest of the run") from error
 
 
 def _said(group: dict[str, Any], answer: dict[str, Any]) -> Said:

@@ -61,9 +61,9 @@ def duration_s(text: str) -> float | None:
 
 
 def amount(text: str, units: Mapping[str, float]) -> float | None:
-    """A whole text as a positive number with one of the units, in any case; None for anything else."""
+    """A whole text as a number from 0 on with one of the units, in any case; None for anything else."""
     found = _AMOUNT.fullmatch(text.strip())
     if found is None or (factor := units.get(found[2].lower())) is None:
         return None
     value = float(found[1].replace(",", "")) * factor
-    return value if 0 < value < math.inf else None
+    return value if value < math.inf else None
