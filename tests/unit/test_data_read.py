@@ -4,6 +4,7 @@ memory."""
 import gzip
 import json
 import lzma
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -149,6 +150,18 @@ def test_parquet_columns_are_checked(tmp_path: Path) -> None:
     assert "row 1: field 'id' must be text, got int" in next(scan(path, "id")).wrong
 
 
+def test_parquet_rows_are_skipped_a_row_group_at_a_time(tmp_path: Path) -> None:
+    """A resumed build does not decode what it has read: it passes a damaged group of seven rows."""
+    path = write_rows(tmp_path / "a.parquet", ROWS)
+    column = pytest.importorskip("pyarrow.parquet").read_metadata(path).row_group(0).column(1)
+    start, content = column.dictionary_page_offset, bytearray(path.read_bytes())
+    content[start : start + column.total_compressed_size] = bytes(column.total_compressed_size)
+    path.write_bytes(content)
+    assert [row.text for row in scan(path, "text", 9)] == ROWS[9:]
+    with pytest.raises(DataError, match="cannot be read"):
+        next(scan(path, "text", 6))
+
+
 def test_sources_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no such corpus: /nowhere.txt; .*tinyshakespeare"):
         find_sources("/nowhere.txt")
@@ -203,6 +216,15 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak_bytes < 2_000_000
+
+
+def test_memory_does_not_grow_with_a_parquet_file(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path, texts = tmp_path / "a.parquet", [os.urandom(5000).hex() for _ in range(2000)]  # 20 MB
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=100)
+    before_bytes = pa.total_allocated_bytes()
+    peak_bytes = max(pa.total_allocated_bytes() for _ in scan(path, "text")) - before_bytes
+    assert peak_bytes < path.stat().st_size / 2
 
 
 def test_the_text_side_needs_no_torch() -> None:

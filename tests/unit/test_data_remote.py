@@ -217,8 +217,9 @@ def test_what_a_store_refuses_is_one_line(
     with pytest.raises(DataError, match="abc://x cannot be read: Protocol not known"):
         fetch_folder("abc://x")
     build(str(built.parent / "rows.jsonl"), tmp_path / "other", vocab_size=290)
-    with pytest.raises(DataError, match="holds another data folder: remove it, or choose another address"):
-        upload(tmp_path / "other", URL)
+    for address in (URL, f"{URL}/"):
+        with pytest.raises(DataError, match="holds another data folder: remove it, or choose another"):
+            upload(tmp_path / "other", address)
     with pytest.raises(MissingExtra, match=r"gcsfs is needed .* pip install 'redline\[gs\]'"):
         fetch_folder("gs://bucket/x")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")

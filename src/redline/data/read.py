@@ -233,11 +233,18 @@ def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[Row]:
             if text_field not in file.schema_arrow.names:
                 names = ", ".join(file.schema_arrow.names)
                 raise DataError(f"{path}: no column '{text_field}'; it has {names}: set text_field")
-            batches = file.iter_batches(batch_size=256, columns=[text_field])
-            texts = (text for batch in batches for text in batch.column(0).to_pylist())
-            for row, text in enumerate(itertools.islice(texts, skip, None), start=skip + 1):
-                offset_bytes = size_bytes * row // file.metadata.num_rows
-                yield _row(text, text_field, f"{path}, row {row}", offset_bytes)
+            end = 0
+            # each group alone: one scan of the whole file keeps what it has read
+            for group in range(file.num_row_groups):
+                start, end = end, end + file.metadata.row_group(group).num_rows
+                if end <= skip:
+                    continue
+                batches = file.iter_batches(batch_size=256, row_groups=[group], columns=[text_field])
+                texts = (text for batch in batches for text in batch.column(0).to_pylist())
+                numbered = enumerate(texts, start=start + 1)
+                for row, text in itertools.islice(numbered, max(0, skip - start), None):
+                    offset_bytes = size_bytes * row // file.metadata.num_rows
+                    yield _row(text, text_field, f"{path}, row {row}", offset_bytes)
     except arrow_error as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
 

@@ -289,7 +289,8 @@ def _blocks(url: str, name: str) -> Iterator[bytes]:
 def _store(url: str, name: str = "") -> Iterator[tuple[Any, str]]:
     """fsspec's file system and the path on it, of the folder or of a file in it. What the store refuses, after the
     retries of its package, becomes one line."""
-    address, protocol = f"{url}/{name}".rstrip("/"), url.partition("://")[0]
+    url = url.rstrip("/")
+    address, protocol = f"{url}/{name}" if name else url, url.partition("://")[0]
     package, extra, credentials = _STORES.get(protocol, ("fsspec", "", "its settings in fsspec"))
     need(package, extra=extra)  # fsspec itself comes with torch
     names = [name.rpartition(".") for name in _RAISED.get(protocol, ())]
