@@ -707,6 +707,10 @@ def test_a_table_of_runs_is_not_read_as_a_history(tmp_path: Path) -> None:
     assert "give the history of one run" in observed.notes[0]
     assert set(found(observed)) == {"validation-pause"}, "400 forward passes beside 250 updates"
     assert verdict(observed, diagnose(observed)).word == "found"
+    chosen = "Name,Runtime,End Time,Hostname,Tags,global_batch_size\nrun1,300,2026,a,-,240\nrun2,374,2026,b,-,240\n"
+    assert read(text_file(tmp_path, chosen, "chosen.csv")).format == "runs", (
+        "its columns are the user's choice"
+    )
 
 
 # ---- consoles as they lie about ----
@@ -914,6 +918,30 @@ def test_the_parameters_of_a_mixture_of_experts_do_not_tell_its_flops(tmp_path: 
         observed = read(text_file(tmp_path, f"{head}\n{rows}"), facts=facts)
         assert list(found(observed)) == causes
     assert observed.facts.parameters is None, "not estimated from layers and width"
+
+
+@pytest.mark.parametrize(("line", "step_s"), [
+    ("{n}00/{n}00 [=====] - 1s 6ms/step - loss: 2.1\n", 0.006),
+    ("        iters: {n}00, epoch: 1 | loss: 2.1\n        speed: 0.0583s/iter; left time: 740.3973s\n", 0.0583),
+])  # fmt: skip
+def test_the_unit_behind_a_number_is_read(tmp_path: Path, line: str, step_s: float) -> None:
+    observed = read(text_file(tmp_path, "".join(line.format(n=n) for n in range(1, 12))))
+    assert observed.median("step_s") == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize("step", [True, False], ids=["with steps", "with epochs alone"])
+def test_the_time_of_an_epoch_is_a_clock_where_steps_are_told(tmp_path: Path, step: bool) -> None:
+    rows = [{"epoch": n, "train_loss": 2.0, "epoch_time": 37.5} | {"step": 300 * n - 1} for n in range(1, 9)]
+    if not step:
+        rows = [{name: row[name] for name in row if name != "step"} for row in rows]
+    assert jsonl(tmp_path, rows).median("step_s") == (pytest.approx(0.125) if step else None)
+
+
+def test_the_bars_of_an_engine_that_warms_up_are_no_training(tmp_path: Path) -> None:
+    bar = "Capturing CUDA graphs (decode, FULL): {:3d}%|███| {}/35 [00:{:02d}<00:01, 9.7it/s]\n"
+    text = "".join(bar.format(n * 3, n, n // 2) for n in range(1, 36))
+    with pytest.raises(RedlineError, match="shows no training"):
+        read(text_file(tmp_path, text))
 
 
 @pytest.mark.parametrize(

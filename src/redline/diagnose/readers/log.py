@@ -23,8 +23,8 @@ FOLLOWS |= {"tokens_per_s", "samples_per_s", "updates_per_s"}
 TRAINS = re.compile(r"\b(?:torch|transformers|accelerate|deepspeed|jax|tensorflow|lightning)/", re.IGNORECASE)
 """Libraries in whose folders a traceback is one of a training."""
 FAILED = re.compile(r"OutOfMemoryError|CUDA out of memory|Traceback \(most recent call last\)")
-_LIST_OF_RUNS = {"Name", "State", "Runtime", "Created"}
-"""Columns of a table that W&B exports of a project: a line is a run, and not an update."""
+_OF_RUNS = {"State", "Runtime", "Created", "End Time", "Hostname", "Notes", "Tags", "User", "Sweep"}
+"""Columns of a table that W&B exports of a project, beside `Name`: a line is a run, and not an update."""
 OF_A_RUN = {"block_size": "seq_len", "n_params": "parameters", "n_layer": "num_layers"}
 OF_A_RUN |= {"n_embd": "hidden_size"} | {name: name for name in ("batch_size", "eval_iters", "eval_interval")}
 """Columns of a table of runs that are facts."""
@@ -34,7 +34,8 @@ def read_log(path: Path, columns: Mapping[str, str], given: Mapping[str, Any]) -
     """The log at a path; None where the file holds no training. `given` are facts that the user tells."""
     source, name = source_of(path), str(path)
     trainer = recognise(source.marks)
-    if source.format == "csv" and source.rows and source.rows[0].cells.keys() >= _LIST_OF_RUNS:
+    listed = source.rows[0].cells.keys() if source.format == "csv" and source.rows else ()
+    if "Name" in listed and len(_OF_RUNS & set(listed)) >= 3:
         return _of_runs([row.cells for row in source.rows], name, trainer)
     labels = {label for row in source.rows for label in row.cells} if trainer.entry.get("columns") else ()
     log = rows_of(source.rows, _own_columns(trainer, labels) | dict(columns), name)

@@ -8,7 +8,7 @@ state are settled by what else it says.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import linear_regression, median
 from typing import Any
 
@@ -61,6 +61,10 @@ def timed(
         told, updates = rows[0].values, rows[0].step
         sums = {"step_s": told.pop("elapsed_s", None), "tokens": told.pop("tokens", told.get("tokens_total"))}
         told |= {name: value / updates for name, value in sums.items() if value}
+    if not any({"elapsed_s", "step_s", "at_s"} & row.values.keys() for row in rows):
+        epochs = [row for row in rows if row.counter and "epoch_s" in row.values]
+        for row, clock_s in zip(epochs, accumulate(row.values["epoch_s"] for row in epochs), strict=True):
+            row.values["elapsed_s"] = clock_s
     _settle_units(run, log)
     _drop_running_means(rows)
     _count_from_totals(rows)
