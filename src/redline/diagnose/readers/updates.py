@@ -63,8 +63,8 @@ def timed(
         told |= {name: value / updates for name, value in sums.items() if value}
     if not any({"elapsed_s", "step_s", "at_s"} & row.values.keys() for row in rows):
         epochs = [row for row in rows if row.counter and "epoch_s" in row.values]
-        for row, clock_s in zip(epochs, accumulate(row.values["epoch_s"] for row in epochs), strict=True):
-            row.values["elapsed_s"] = clock_s
+        for row, ended_s in zip(epochs, accumulate(row.values["epoch_s"] for row in epochs), strict=True):
+            row.values["elapsed_s"] = ended_s
     _settle_units(run, log)
     _drop_running_means(rows)
     _count_from_totals(rows)
