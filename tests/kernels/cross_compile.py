@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from triton import AsyncCompileMode, knobs
+from triton import AsyncCompileMode
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler.code_generator import CodeGenerator
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -63,13 +64,10 @@ def compiling(capability: int) -> Iterator[Compiled]:
         found.functions.add(function)
         return call(generator, function, *args, **kwargs)
 
-    def no_machine_code(backend: Any, stages: dict[str, Any], *_: Any) -> None:
-        stages["cubin"] = lambda ptx, metadata: b""
-
     with (
         tempfile.TemporaryDirectory() as cache,  # not the user's: kernels without machine code are no use there
         patch.dict(os.environ, TRITON_CACHE_DIR=cache),
-        patch.object(knobs.runtime, "add_stages_inspection_hook", no_machine_code),
+        patch.object(CUDABackend, "make_cubin", return_value=b""),
         patch.object(driver, "_active", _Device(capability)),
         patch.object(JITFunction, "run", compile_only),
         patch.object(CodeGenerator, "call_JitFunction", noted),
