@@ -1,6 +1,7 @@
 """Batches: order, slices and resumption against the definition; the stream against the shards; errors and
 threads."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -202,6 +203,21 @@ def test_the_stream_resumes_from_any_position(
     for step, (batch, position) in enumerate(unbroken[resumed_at:]):
         assert [row for rank in ranks for row in rank[step][0]] == batch
         assert ranks[0][step][1] == position
+
+
+def test_a_stream_that_nobody_holds_has_no_threads(corpus: tuple[DataConfig, Path]) -> None:
+    """It does not wait for the garbage collector, which may run in one of them, and no thread can join itself."""
+    data, folder = corpus
+    before = set(threading.enumerate())
+    gc.disable()
+    try:
+        order = TokenStream(data, load_tokenizer(folder)).order(seq_len=50, seed=0, position=None)
+        order.claim(1, slice(0, 1))()
+        assert set(threading.enumerate()) > before
+        del order
+        assert set(threading.enumerate()) <= before
+    finally:
+        gc.enable()
 
 
 def test_the_head_of_a_stream_is_the_head_of_the_split(corpus: tuple[DataConfig, Path]) -> None:

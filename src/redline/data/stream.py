@@ -57,8 +57,9 @@ class StreamedWindows:
     """Windows of seq_len + 1 tokens, seq_len apart, over the training split. Jobs must run one by one, in order."""
 
     def __init__(self, stream: TokenStream, *, seq_len: int, position: Position | None, threads: int) -> None:
-        self._stream, self._seq_len, self._threads = stream, seq_len, threads
-        self._windows = self._from(**position or {"epoch": 0, "file": 0, "document": 0, "token": 0})
+        start = position or {"epoch": 0, "file": 0, "document": 0, "token": 0}
+        # no method of this object: a circle of references would leave its threads to the garbage collector
+        self._windows = _windows(stream, seq_len, threads, **start)
 
     def claim(self, count: int, rows: slice) -> Job:
         """A job that reads the next `count` windows and keeps those that `rows` selects."""
@@ -71,33 +72,34 @@ class StreamedWindows:
         read = [next(self._windows) for _ in range(count)]
         return np.stack([window for window, _ in read])[rows], read[-1][1]
 
-    def _from(
-        self, epoch: int, file: int, document: int, token: int
-    ) -> Iterator[tuple[np.ndarray, Position]]:
-        """Windows, each with the position after it, epoch after epoch; the last tokens of an epoch make none."""
-        corpus, tokenizer = self._stream.corpus, self._stream.tokenizer
-        while True:
-            held, tokens = deque[Document](), np.empty(0, dtype=np.int64)
-            whole, found = not (file or document or token), False
-            at = {"file": file, "document": document}
-            for read in encoded(corpus, tokenizer, splits=("train",), workers=self._threads, **at):
-                _need_text(read)
-                held.append(read)
-                tokens = np.concatenate([tokens, read.tokens])
-                while len(tokens) - token > self._seq_len:
-                    window = tokens[token : token + self._seq_len + 1]
-                    token += self._seq_len
-                    # the next window starts with the last token of this one, so a document is always held
-                    while token >= (used := len(held[0].tokens)):
-                        held.popleft()
-                        tokens, token = tokens[used:], token - used
-                    found, place = True, {"file": held[0].file, "document": held[0].number}
-                    yield window, {"epoch": epoch, **place, "token": token}
-            if whole and not found:
-                has = f"{self._stream.name} has {len(tokens)} training tokens"
-                needs = f"one sequence needs {self._seq_len + 1}"
-                raise DataError(f"{has} and {needs}: give more text, or a smaller data.seq_len")
-            epoch, file, document, token = epoch + 1, 0, 0, 0
+
+def _windows(
+    stream: TokenStream, seq_len: int, threads: int, epoch: int, file: int, document: int, token: int
+) -> Iterator[tuple[np.ndarray, Position]]:
+    """Windows, each with the position after it, epoch after epoch; the last tokens of an epoch make none."""
+    corpus, tokenizer = stream.corpus, stream.tokenizer
+    while True:
+        held, tokens = deque[Document](), np.empty(0, dtype=np.int64)
+        whole, found = not (file or document or token), False
+        at = {"file": file, "document": document}
+        for read in encoded(corpus, tokenizer, splits=("train",), workers=threads, **at):
+            _need_text(read)
+            held.append(read)
+            tokens = np.concatenate([tokens, read.tokens])
+            while len(tokens) - token > seq_len:
+                window = tokens[token : token + seq_len + 1]
+                token += seq_len
+                # the next window starts with the last token of this one, so a document is always held
+                while token >= (used := len(held[0].tokens)):
+                    held.popleft()
+                    tokens, token = tokens[used:], token - used
+                found, place = True, {"file": held[0].file, "document": held[0].number}
+                yield window, {"epoch": epoch, **place, "token": token}
+        if whole and not found:
+            has = f"{stream.name} has {len(tokens)} training tokens"
+            needs = f"one sequence needs {seq_len + 1}"
+            raise DataError(f"{has} and {needs}: give more text, or a smaller data.seq_len")
+        epoch, file, document, token = epoch + 1, 0, 0, 0
 
 
 def _need_text(document: Document) -> None:
