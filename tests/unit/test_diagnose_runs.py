@@ -319,7 +319,7 @@ def test_a_folder_of_rejection_sampling_is_read_without_its_plan(tmp_path: Path)
     )
     (tmp_path / "events.jsonl").write_text(json.dumps({"at": 0, "event": "start"}) + "\n")
     observed = read(tmp_path)
-    assert "nothing is said about the plan" in observed.notes[0]
+    assert observed.notes[0] == "nothing is said about the plan of pre-training: there is no recipe.toml"
     top = diagnose(observed)[0]
     assert top.cause == "padding"
     assert top.gain is not None
