@@ -856,6 +856,13 @@ def test_a_crash_before_the_first_update_is_told_whoever_trained(tmp_path: Path)
         read(text_file(tmp_path, text.replace("transformers", "requests"), "other.log"))
 
 
+def test_a_run_that_says_it_stops_at_a_loss_that_is_none(tmp_path: Path) -> None:
+    lines = [f"Epoch: [0]  [{n:5d}/13000]  closs: 1.5  time: 0.61  data: 0.0001" for n in range(10, 200, 10)]
+    assert found(read(text_file(tmp_path, "\n".join(lines) + "\n"))) == {}
+    lines.append("Loss is nan, stopping training")
+    assert list(found(read(text_file(tmp_path, "\n".join(lines) + "\n")))) == ["not-a-number"]
+
+
 def test_a_loss_that_was_lost_once_is_no_failure(tmp_path: Path) -> None:
     losses = [f"{8 - step / 40:.4f}" if step != 57 else "nan" for step in range(1, 201)]
     lines = [f"step {step} | loss: {loss} | dt: 400.0ms" for step, loss in enumerate(losses, 1)]

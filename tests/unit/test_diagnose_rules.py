@@ -276,6 +276,15 @@ def test_longer_texts_and_a_slow_drift_are_no_second_speed() -> None:
     assert "regime-change" not in {f.cause for f in diagnose(log_of([2.0 - i / 600 for i in range(600)]))}
 
 
+def test_updates_that_take_longer_and_longer_are_told() -> None:
+    """Behind the warm-up the first eighth takes 1.15 s and the last 1.94."""
+    draw = random.Random(2)
+    times = [(1.0 + i / 100) * draw.uniform(0.98, 1.02) for i in range(100)]
+    assert first(log_of(times)).title.startswith("Updates take longer and longer: at the end 1.7 times")
+    assert diagnose(log_of(times, "modded-nanogpt")) == [], "its attention window grows by plan"
+    assert "regime-change" not in {finding.cause for finding in diagnose(log_of(times[::-1]))}
+
+
 def test_updates_that_take_turns_wait_for_their_loader() -> None:
     """0.4 and 1.0 s in turns; the same times at random are not told so."""
     draw = random.Random(1)

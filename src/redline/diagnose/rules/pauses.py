@@ -166,6 +166,23 @@ def regime_change(observed: Observed) -> list[Finding]:
     return found("regime-change", locals(), strength=0.8)
 
 
+def growing(observed: Observed) -> list[Finding]:
+    """Updates that take longer and longer, without a jump: something in the program grows."""
+    times = [s.step_s or 0.0 for s in observed.steady]
+    grows = observed.trainer.entry.get("grows") or observed.facts.response_length or _uneven_tokens(observed)
+    if grows or len(times) < 4 * REGIME_LINES:
+        return []
+    part = len(times) // 8
+    parts = [median(times[at : at + part]) for at in range(0, 8 * part, part)]
+    fast, slow, total = parts[0], parts[-1], fmean(times)
+    jumps = [after - before for before, after in pairwise(parts)]
+    if slow < REGIME * fast or min(jumps) < 0 or max(jumps) > 0.5 * (slow - fast):
+        return []
+    ratio, lost, gain = slow / fast, 1 - fast / total, (max(1.0, 0.9 * total / fast), total / fast)
+    fast_took, slow_took = format_duration(fast), format_duration(slow)
+    return found("regime-change", locals(), "grows", strength=0.6)
+
+
 def _logs_s(observed: Observed) -> list[float]:
     """What each log took that the Trainer's callback saw (observe/trainer.py)."""
     told = [event for event in observed.events if event.get("event") == "logging" and event.get("times")]
@@ -236,4 +253,5 @@ def uneven(observed: Observed) -> list[Finding]:
     # some updates generate, and it is not said which
     if observed.facts.response_length and not observed.part("gen"):
         return regime_change(observed)
-    return taking_turns(observed) or regime_change(observed) or stalls(observed) or slow_updates(observed)
+    two_speeds = taking_turns(observed) or regime_change(observed) or growing(observed)
+    return two_speeds or stalls(observed) or slow_updates(observed)

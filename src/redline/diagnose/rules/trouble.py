@@ -87,6 +87,7 @@ def not_a_number(observed: Observed) -> list[Finding]:
     """Updates whose loss or gradient is none, or a failure that says so."""
     steps, lost = observed.steps, _lost(observed.steps)
     told = [text for text in _ended_by(observed) if LINE["not_a_number"].search(text)]
+    told += [hit[0] for hit in [LINE["stopped"].search(observed.text[-2000:])] if hit]
     if not lost and not told:
         return []
     at = re.search(r"at step (\d+)", told[-1]) if told else None
