@@ -596,6 +596,14 @@ def test_a_printed_mfu_is_judged(tmp_path: Path) -> None:
         assert verdict(observed, diagnose(observed)).word == word
 
 
+@pytest.mark.parametrize(("mfu", "low"), [("16.60", True), ("28.90", False)])
+def test_an_mfu_against_an_a100s_peak_on_an_unknown_gpu(tmp_path: Path, mfu: str, low: bool) -> None:
+    """nanoGPT's 28.9 % are 90 TFLOP/s: little for an A100, and more than half of what a 4090 has."""
+    lines = [f"iter {10 * i}: loss 4.0000, time 4620.50ms, mfu {mfu}%" for i in range(1, 30)]
+    observed = read(text_file(tmp_path, "\n".join(lines) + "\n"))
+    assert ("low-mfu" in found(observed)) == low
+
+
 def test_the_error_of_the_program_and_not_that_of_its_launcher(tmp_path: Path) -> None:
     text = """Traceback (most recent call last):
   File "/home/me/torch/train.py", line 1, in <module>

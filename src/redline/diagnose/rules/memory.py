@@ -33,6 +33,8 @@ TINY = 4_000
 """Tokens an update and GPU below which what a step costs whatever it holds decides its time."""
 WELL, LOW = 0.45, 0.3
 """MFU that a well-set-up run reaches, and one that is worth a word."""
+LOW_ANYWHERE = 0.2
+"""The same where it is counted against an A100's peak, whatever the GPU: on a 4090 (165 TFLOP/s) it is 38 %."""
 ANY_GPU_TFLOPS = 45.0
 """Where the GPU is not named: below this even a V100 (125) is far from busy."""
 PCIE = 25e9
@@ -201,7 +203,8 @@ def low_mfu(observed: Observed) -> list[Finding]:
     mfu = _training(observed).median("mfu")
     if mfu and (rate is None or (spec is None and not observed.trainer.entry.get("mfu_tflops"))):
         gain = 1.0, min(10.0, well / max(mfu, 1e-3))
-        return found("low-mfu", locals(), "printed", strength=0.75) if mfu < LOW else []
+        low = LOW_ANYWHERE if observed.trainer.entry.get("mfu_tflops") and spec is None else LOW
+        return found("low-mfu", locals(), "printed", strength=0.75) if mfu < low else []
     if rate is None:
         return []
     tflops, known = rate
