@@ -596,6 +596,13 @@ def test_a_printed_mfu_is_judged(tmp_path: Path) -> None:
         assert verdict(observed, diagnose(observed)).word == word
 
 
+@pytest.mark.parametrize(("rate", "batch"), [(83.5, 128), (8.009, 12), (66.0, 99), (6.9, 10)])
+def test_a_batch_from_a_rate_is_the_round_number_near_it(tmp_path: Path, rate: float, batch: float) -> None:
+    """Updates of 1.5 s: 125.25 rows are 128, 12.01 are 12, 99.0 are 99, and 10.35 are 10."""
+    lines = [f"step {n} | loss: 2.1 | dt: 1500.0ms | samples/s: {rate}" for n in range(1, 20)]
+    assert read(text_file(tmp_path, "\n".join(lines) + "\n")).facts.batch_size == batch
+
+
 @pytest.mark.parametrize(("mfu", "low"), [("16.60", True), ("28.90", False)])
 def test_an_mfu_against_an_a100s_peak_on_an_unknown_gpu(tmp_path: Path, mfu: str, low: bool) -> None:
     """nanoGPT's 28.9 % are 90 TFLOP/s: little for an A100, and more than half of what a 4090 has."""

@@ -7,6 +7,7 @@ What a log does not state is solved for where only one whole number fits; what i
 made up: a fact that no equation gives stays unknown.
 """
 
+import math
 import re
 from dataclasses import fields
 from statistics import median
@@ -19,6 +20,8 @@ from redline.machine.specs import SPECS
 
 NEAR = 0.06
 """How far a ratio may be from a whole number: printed figures are rounded, and a running mean lags."""
+EXACT = 0.1
+"""How far a product may be from the whole number that it is."""
 LEAST_MFU = 0.005
 """A smaller one has too few digits to tell a number of GPUs from it."""
 VOCABULARY = 50_257
@@ -37,6 +40,18 @@ def whole(value: float, *, near: float = NEAR) -> float | None:
     """The whole number that a ratio stands for."""
     rounded = float(round(value)) if 1 - near <= value < 1e7 else 0.0
     return rounded if rounded and abs(value / rounded - 1) <= near else None
+
+
+def rows(value: float) -> float | None:
+    """The rows of an update, from a rate and a time: what is no whole number is rounded, so a round one near it is meant
+    (126.5 is 128)."""
+    near = whole(value)
+    if near is None or abs(value - near) <= EXACT:
+        return near
+    roundest = max(
+        range(math.ceil(0.97 * value), math.floor(1.03 * value) + 1), key=lambda n: n & -n, default=1
+    )
+    return float(roundest) if roundest % 4 == 0 else near
 
 
 def solve(known: Known, run: Timed, trainer: Trainer, *, one_gpu: bool, summary: dict[str, float]) -> Facts:
@@ -96,10 +111,10 @@ def _batch(known: Known, run: Timed, step_s: float | None, summary: dict[str, fl
     sizes = [run.typical("batch_size")]
     samples_per_s, runtime_s = run.typical("samples_per_s"), summary.get("runtime_s")
     if samples_per_s and step_s and "tokens" not in known:
-        sizes.append(whole(samples_per_s * step_s))
+        sizes.append(rows(samples_per_s * step_s))
     if step_s and runtime_s and summary.get("samples_per_s"):
         updates = summary.get("updates") or runtime_s / step_s
-        sizes.append(whole(summary["samples_per_s"] * runtime_s / updates))
+        sizes.append(rows(summary["samples_per_s"] * runtime_s / updates))
     if known.get("micro_batch") and known.get("gpus") and "tokens" not in known:
         sizes.append(known["micro_batch"] * known["gpus"] * known.get("accumulation", 1.0))
     known.setdefault("batch_size", next(filter(None, sizes), None))
