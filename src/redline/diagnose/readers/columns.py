@@ -98,8 +98,7 @@ def assign(labels: Mapping[str, str]) -> dict[str, Column]:
 
 def _factor(quantity: str, name: str, unit: str) -> float | None:
     units = units_of(quantity)
-    if units is SECONDS:
-        unit = unit.partition("/")[0]  # 6ms/step
+    unit = unit.partition("/")[0] if units is SECONDS else unit  # 6ms/step
     if units is SECONDS and not unit:
         unit = "ms" if name.startswith("ms") else "s" if re.match(r"s(ec\w*)?( per|$)|timing s", name) else ""
     if quantity == "memory_bytes" and unit in ("M", "G"):

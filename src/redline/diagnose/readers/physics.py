@@ -20,8 +20,6 @@ from redline.machine.specs import SPECS
 
 NEAR = 0.06
 """How far a ratio may be from a whole number: printed figures are rounded, and a running mean lags."""
-EXACT = 0.1
-"""How far a product may be from the whole number that it is."""
 LEAST_MFU = 0.005
 """A smaller one has too few digits to tell a number of GPUs from it."""
 VOCABULARY = 50_257
@@ -46,7 +44,7 @@ def rows(value: float) -> float | None:
     """The rows of an update, from a rate and a time: what is no whole number is rounded, so a round one near it is meant
     (126.5 is 128)."""
     near = whole(value)
-    if near is None or abs(value - near) <= EXACT:
+    if near is None or abs(value - near) <= 0.1:
         return near
     roundest = max(
         range(math.ceil(0.97 * value), math.floor(1.03 * value) + 1), key=lambda n: n & -n, default=1
@@ -143,9 +141,8 @@ def _gpus(known: Known, run: Timed, trainer: Trainer, tokens: float | None) -> N
     spec, mfu, step_s = SPECS.get(known.get("gpu", "")), run.typical("mfu"), run.typical("step_s")
     asked = known.get("gpus") is None and not trainer.entry.get("mfu_scope")
     peak = trainer.entry.get("mfu_tflops") or (spec.bf16_tflops if spec and asked else None)
-    if not (peak and tokens and step_s and mfu and mfu > LEAST_MFU and known.get("parameters")):
-        return
-    if known.get("experts", 0) > 1:
+    dense = known.get("parameters") and known.get("experts", 0) < 2
+    if not (peak and tokens and step_s and mfu and mfu > LEAST_MFU and dense):
         return
     shape = [known.get(name) for name in ("num_layers", "hidden_size", "seq_len")]
     attention = 12 * shape[0] * shape[1] * shape[2] if all(shape) else 0.0  # type: ignore[operator]
