@@ -14,7 +14,7 @@ from redline.config.dfa import DfaConfig
 from redline.config.load import load_recipe
 from redline.config.recipe import ModelConfig
 from redline.data.loader import Batch
-from redline.errors import ConfigError, TrainingError
+from redline.errors import ConfigError, StorageError, TrainingError
 from redline.machine.facts import read_facts
 from redline.model.transformer import Transformer, build_model
 from redline.plan.arithmetic import parameters
@@ -167,6 +167,9 @@ def test_the_study_makes_every_run_once(tmp_path: Path, monkeypatch: pytest.Monk
             progress=made.append,
             **given,
         )
+    other = load_recipe("okadfa/nano", [*TINY, "train.batch_size=4"])
+    with pytest.raises(StorageError, match="holds a run of another recipe: give another folder with --out"):
+        study(other, hardware.title, tmp_path, train=again, progress=made.append, **given)
     with pytest.raises(ConfigError, match="no arm 'A9'"):
         study(
             recipe, hardware.title, tmp_path, train=train, progress=made.append, **{**given, "arms": ("A9",)}

@@ -150,7 +150,7 @@ def trained(arm: Arm, folder: Path, seed: int, train: Train, *, resume: bool = F
     recipe = replace(arm.recipe, train=replace(arm.recipe.train, seed=seed))
     wanted, given = folder.with_name(f"{folder.name}.toml"), to_toml(recipe)
     if folder.exists() and not (wanted.exists() and wanted.read_text(encoding="utf-8") == given):
-        raise StorageError(f"{folder} holds a run of another recipe: give the race another folder with --out")
+        raise StorageError(f"{folder} holds a run of another recipe: give another folder with --out")
     if not (folder.exists() and read_run(folder).state.ending == "finished"):
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)
