@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from redline.bench.results import slower, slower_than
+from redline.cli.main import main
 from redline.errors import ConfigError
 
 ROOT = Path(__file__).parents[2] / "benchmarks"
@@ -85,3 +86,16 @@ def test_a_shipped_result_passes_against_itself_and_fails_at_half_the_speed(what
         return {k: v / 2 if k in rates and isinstance(v, float) else halved(v) for k, v in value.items()}
 
     assert slower(halved(then), then)
+
+
+@pytest.mark.parametrize("command", [["race", "nano"], ["bench", "rl", "--quick"], ["bench", "train"]])
+def test_a_record_that_is_not_there_is_refused_before_anything_is_measured(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured() -> None:
+        raise AssertionError("it went on to read the machine's facts")
+
+    for module in ("race", "bench"):
+        monkeypatch.setattr(f"redline.cli.{module}.read_facts", measured)
+    assert main([*command, "--against", "nowhere.json"]) == 2
+    assert capsys.readouterr().err == "redline: nowhere.json cannot be read: No such file or directory\n"

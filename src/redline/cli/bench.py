@@ -22,6 +22,7 @@ from redline.config.load import load_recipe
 from redline.errors import ConfigError, MachineError
 from redline.machine.facts import read_facts
 from redline.plan.hardware import hardware_here
+from redline.record.files import read_json
 
 STANDARD = (
     ("gpt2-124m", (), ("loop", "plain", "hf")),
@@ -69,12 +70,14 @@ def run(options: argparse.Namespace) -> int:
     known = ARMS[options.verb]
     if wrong := [arm for arm in options.arm if arm not in known]:
         raise ConfigError(f"--arm must be one of {', '.join(known)}, got {wrong[0]!r}")
+    if against := getattr(options, "against", None):
+        read_json(against, dict, error=ConfigError)  # or a wrong name would be told after minutes
     path = _train(options) if options.verb == "train" else _measure(options)
     print(path.read_text(encoding="utf-8"))
     print(f"written to {path} and {path.with_suffix('.json')}")
-    slower = slower_than(path, options.against) if getattr(options, "against", None) else []
+    slower = slower_than(path, against) if against else []
     for why in slower:
-        status(f"slower than {options.against}: {why}")
+        status(f"slower than {against}: {why}")
     return 1 if slower else 0
 
 

@@ -17,6 +17,7 @@ from redline.cli.options import ceilings_of, print_json, status, tokenise
 from redline.config.load import load_recipe
 from redline.errors import ConfigError
 from redline.machine.facts import read_facts
+from redline.record.files import read_json
 from redline.record.units import DASH
 from redline.report.grid import show
 from redline.report.page import write_page
@@ -41,6 +42,8 @@ def run(options: argparse.Namespace) -> int:
     sets += [f"train.max_hours={options.seconds / 3600!r}"] if options.seconds else []
     arms = [_arm(text, sets) for text in options.recipe]
     check(arms)
+    if options.against:
+        read_json(options.against, dict, error=ConfigError)  # or a wrong name would be told after hours
     facts = read_facts()
     ceilings_of(facts)  # or the first run would measure them, and its start-up would count it
     tokenise(arms[0].recipe)
