@@ -171,7 +171,7 @@ def test_reinforcement_learning_is_compiled_where_its_updates_earn_it_back():
     assert {name: plan.compile for name, plan in chosen.items()} == {
         "short": "off", "long": "default", "critic": "off", "pinned": "default",
     }  # fmt: skip
-    assert "no critic" in chosen["critic"].why["compile"].reason
+    assert "without a critic" in chosen["critic"].why["compile"].reason
     assert make_plan(long, gpu("h100-80g"), world_size=2).compile == "off"
 
 

@@ -64,7 +64,8 @@ WORK = {
 def bench_attention(
     size: str, facts: MachineFacts, out: Path, *, arms: Sequence[str] = tuple(LABELS), progress: Say
 ) -> Path:
-    work, rows = WORK[size], list[BenchRow]()
+    """Run the arms and write the results after each; returns the path of the page."""
+    work, rows, path = WORK[size], list[BenchRow](), out
     for arm in arms:
         progress(f"training with {LABELS[arm]}")
         setting = {"arm": arm, "name": size}
@@ -72,9 +73,10 @@ def bench_attention(
         if arm != "cudnn":  # the engine has one kernel for softmax attention
             progress(f"generation with {LABELS[arm]}")
             rows += rows_of("redline.bench.attention:generation", setting)
-    crossings = crossing_lengths(rows)
-    results = {"work": asdict(work), "rows": rows, "crossing_tokens": crossings}
-    return write(out, "attention", facts, results, page(facts, work, rows, crossings))
+        crossings = crossing_lengths(rows)
+        results = {"work": asdict(work), "rows": rows, "crossing_tokens": crossings}
+        path = write(out, "attention", facts, results, page(facts, work, rows, crossings))
+    return path
 
 
 def crossing_lengths(rows: Sequence[BenchRow]) -> dict[str, float | None]:

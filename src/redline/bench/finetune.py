@@ -91,17 +91,18 @@ WORKS = {
 
 
 def bench_finetune(name: str, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Say) -> Path:
-    """Run the arms and write the results; returns the path of the page."""
-    work, rows = WORKS[name], list[BenchRow]()
+    """Run the arms and write the results after each; returns the path of the page."""
+    work, rows, path = WORKS[name], list[BenchRow](), out
+    what = "finetune" if name == "full" else f"finetune-{name}"
     for arm in (arm for arm in arms if arm in work.updates):
         for row in rows_of("redline.bench.finetune:arm", {"name": name, "arm": arm}):
             rows.append(_summary({"row": arm, **row}))
             progress(f"{LABELS[arm]}: {_brief(rows[-1])}")
-    for row in rows:
-        row["loss_differences"] = _differences(row, rows)
-    what = "finetune" if name == "full" else f"finetune-{name}"
-    results = {"setting": {"name": name, **asdict(work)}, "rows": rows}
-    return write(out, what, facts, results, page(facts, work, rows))
+        for row in rows:
+            row["loss_differences"] = _differences(row, rows)
+        results = {"setting": {"name": name, **asdict(work)}, "rows": rows}
+        path = write(out, what, facts, results, page(facts, work, rows))
+    return path
 
 
 def _summary(row: BenchRow) -> BenchRow:

@@ -12,7 +12,7 @@ attention. Rewards cost nothing on both sides.
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from redline.config.recipe import DEFAULTS, Compile, ModelConfig, PlanPins, Reci
 from redline.config.rl import RlConfig
 from redline.data.tokenizer import END_OF_TEXT
 from redline.engine.prompt import Asked
-from redline.errors import need
+from redline.errors import Say, need
 from redline.machine.facts import MachineFacts, read_facts
 from redline.measure.child import device, empty, half, peak_bytes, synchronize, timed
 from redline.measure.generation import words_tokenizer
@@ -101,9 +101,7 @@ WORKS = {
 }  # fmt: skip
 
 
-def bench_rl(
-    name: str, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Callable[[str], None]
-) -> Path:
+def bench_rl(name: str, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Say) -> Path:
     """Run the arms and write the results after each; returns the path of the table."""
     work, rows, path = WORKS[name], list[BenchRow](), out
     for arm in arms:
@@ -318,7 +316,7 @@ def _plan(recipe: Recipe) -> Plan:
     )
 
 
-def redline(setting: dict[str, str], compiled: Compile | None = None) -> Iterator[BenchRow]:
+def redline(setting: dict[str, str], compiled: Compile = "off") -> Iterator[BenchRow]:
     work = WORKS[setting["name"]]
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "model"
@@ -333,7 +331,7 @@ def redline_compiled(setting: dict[str, str]) -> Iterator[BenchRow]:
     return redline(setting, "default")
 
 
-def _ours(work: RlWork, questions: int, opened: Opened, compiled: Compile | None) -> BenchRow:
+def _ours(work: RlWork, questions: int, opened: Opened, compiled: Compile) -> BenchRow:
     empty()
     recipe = _recipe(work.model, work, questions, work.new_tokens, str(opened.source), compiled)
     asked = [Question(str(number), "", "") for number in range(questions)]

@@ -80,12 +80,17 @@ def _windows(
     corpus, tokenizer = stream.corpus, stream.tokenizer
     while True:
         held, tokens = deque[Document](), np.empty(0, dtype=np.int64)
+        fresh, size = list[np.ndarray](), 0  # read and not yet joined; tokens of both
         whole, found = not (file or document or token), False
         at = {"file": file, "document": document}
         for read in encoded(corpus, tokenizer, splits=("train",), workers=threads, **at):
             _need_text(read)
             held.append(read)
-            tokens = np.concatenate([tokens, read.tokens])
+            fresh.append(read.tokens)
+            size += len(read.tokens)
+            if size - token <= seq_len:
+                continue
+            tokens, fresh = np.concatenate([tokens, *fresh]), []
             while len(tokens) - token > seq_len:
                 window = tokens[token : token + seq_len + 1]
                 token += seq_len
@@ -95,8 +100,9 @@ def _windows(
                     tokens, token = tokens[used:], token - used
                 found, place = True, {"file": held[0].file, "document": held[0].number}
                 yield window, {"epoch": epoch, **place, "token": token}
+            size = len(tokens)
         if whole and not found:
-            has = f"{stream.name} has {len(tokens)} training tokens"
+            has = f"{stream.name} has {size} training tokens"
             needs = f"one sequence needs {seq_len + 1}"
             raise DataError(f"{has} and {needs}: give more text, or a smaller data.seq_len")
         epoch, file, document, token = epoch + 1, 0, 0, 0

@@ -151,10 +151,12 @@ def spread(count: int, most: int) -> list[int]:
 def reference_logprobs(model: Transformer, prompts_BT: Tensor, chosen_BT: Tensor) -> Tensor:
     """Log-probabilities of the chosen tokens with the same weights in fp32."""
     kept, model.compute_dtype = model.compute_dtype, torch.float32
-    with plain_fp32(explicit_attention=False):  # whose scores may not fit beside the engine's slots
-        hidden_BTD = model.hidden(torch.cat([prompts_BT, chosen_BT], dim=1))
-        logits_BTV = model.head(hidden_BTD[:, prompts_BT.shape[1] - 1 : -1])
-    model.compute_dtype = kept
+    try:
+        with plain_fp32(explicit_attention=False):  # whose scores may not fit beside the engine's slots
+            hidden_BTD = model.hidden(torch.cat([prompts_BT, chosen_BT], dim=1))
+            logits_BTV = model.head(hidden_BTD[:, prompts_BT.shape[1] - 1 : -1])
+    finally:
+        model.compute_dtype = kept
     return logits_BTV.log_softmax(-1).gather(-1, chosen_BT[..., None])[..., 0]
 
 

@@ -31,8 +31,8 @@ GENERATION_SHARE = 0.85
 """Share of the memory free when the engine opens; the rest is for activations, graphs and later allocations."""
 COMPILE_PAYS_S = 120.0
 """Compiling takes 10 to 60 s; a run whose updates are predicted to be shorter than this is not worth it."""
-ROLLOUT_SHARE = 0.2
-"""Of the most tokens a rollout may have: an H200 run on unit conversion took 17 % (LOG.md). Nobody knows before."""
+ROLLOUT_SHARE = 0.1
+"""Of the most tokens a rollout may have. Nobody knows before: unit conversion on an H200 learned from 6 to 11 % (LOG.md)."""
 
 
 def make_plan(
@@ -190,7 +190,10 @@ class _Decider:
         if self.recipe.feedback is not None and self.recipe.feedback.depth == "layer":
             return _rule("off", "feedback to single layers cuts into blocks, which compiled ones cannot take")
         if self.recipe.rl is not None and (self.recipe.rl.algorithm == "ppo" or self.world_size > 1):
-            return _rule("off", "measured with one GPU and no critic; plan.compile=default turns it on")
+            return _rule(
+                "off",
+                "compiled RL was measured on one GPU and without a critic alone; plan.compile=default turns it on",
+            )
         if not self.pretraining and self.recipe.rl is None:
             return _rule("off", "inside a captured update compiled blocks measured 0.59x (docs/claims.md)")
         rate, train = self.hardware.rate_tflops(self.chosen["precision"]), self.recipe.train
