@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Literal
 
-from redline.config.recipe import Recipe
+from redline.config.recipe import Precision, Recipe
 from redline.diagnose.trainers import Trainer, named
 from redline.machine.specs import SPECS, GpuSpec
 from redline.plan.plan import Plan
@@ -122,26 +122,26 @@ class Facts:
     """Positions that padded prompts and responses take."""
     samples: float | None = None
     """Responses generated for each prompt."""
-    precision: str | None = None
-    recompute: str | None = None
+    precision: Precision | None = None
+    recompute: Literal["full", "selective", "on", "off"] | None = None
     """What activations are computed again in the backward pass: `full`, `selective`, `off`, or `on` where it is not
     said which."""
-    compile: str | None = None
+    compile: Literal["on", "off"] | None = None
     """`off` where nothing is compiled."""
-    offload: str | None = None
+    offload: Literal["on", "off"] | None = None
     """`on` where weights or optimiser states live in host memory."""
-    packing: str | None = None
+    packing: Literal["on", "off"] | None = None
     rollout: str | None = None
     """What generates, e.g. `hf` or `vllm`."""
     eager_rollout: str | None = None
-    use_cache: str | None = None
+    use_cache: Literal["true", "false"] | None = None
     """`false` where generation keeps no keys and values."""
     remove_padding: str | None = None
     eval_iters: float | None = None
     eval_interval: float | None = None
     mfu_peak_tflops: float | None = None
     """The peak that the log's own MFU is counted against."""
-    mfu_scope: str = "the step"
+    mfu_scope: Literal["the step", "the actor's update"] = "the step"
     """What the log's MFU is measured over."""
 
     @property
@@ -294,8 +294,12 @@ class Observed:
     @property
     def memory_share(self) -> float | None:
         """How much of a device's memory is in use."""
-        used, have = self.median("memory_bytes") or self.facts.memory_used_bytes, self.facts.memory_bytes
+        used, have = self.used_bytes, self.facts.memory_bytes
         return min(1.0, used / have) if used and have else None
+
+    @property
+    def used_bytes(self) -> float | None:
+        return self.median("memory_bytes") or self.facts.memory_used_bytes
 
     def last_event(self, kind: str) -> dict[str, Any]:
         return next((event for event in reversed(self.events) if event.get("event") == kind), {})

@@ -12,7 +12,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from redline.config.recipe import Precision
 from redline.diagnose.observed import Facts, Observed
 from redline.diagnose.readers.cells import BYTES, COUNTS, amount
 from redline.diagnose.readers.document import is_document, read_document
@@ -22,16 +21,6 @@ from redline.diagnose.readers.own import read_run
 from redline.errors import ConfigError, DataError, nearest
 from redline.machine.specs import find_spec
 
-WORDS = {
-    "precision": get_args(Precision),
-    "recompute": ("full", "selective", "on", "off"),
-    "compile": ("on", "off"),
-    "offload": ("on", "off"),
-    "packing": ("on", "off"),
-    "use_cache": ("true", "false"),
-    "mfu_scope": ("the step", "the actor's update"),
-}
-"""Facts that are one of a few words."""
 WHOLE = ("gpus", "batch_size", "micro_batch", "seq_len", "samples", "accumulation")
 LOGS = ("trainer_state.json", "trainer_log.jsonl", "logging.jsonl", "metrics.csv")
 """What is read in a folder of another trainer, in this order."""
@@ -82,22 +71,23 @@ def _file(path: Path) -> Path:
 
 
 def _given(facts: Mapping[str, str]) -> dict[str, Any]:
-    kinds = {field.name: str(field.type) for field in fields(Facts)}
+    kinds = {field.name: field.type for field in fields(Facts)}
     given: dict[str, Any] = {}
     for name, raw in facts.items():
         if name not in kinds:
             near = nearest(name, kinds)
             raise ConfigError(f"--fact knows no {name!r}{near}; it may name {', '.join(kinds)}")
-        given[name] = _word(name, raw) if kinds[name].startswith("str") else _number(name, raw)
+        given[name] = _number(name, raw) if float in get_args(kinds[name]) else _word(name, raw, kinds[name])
     return given
 
 
-def _word(name: str, raw: str) -> str:
+def _word(name: str, raw: str, kind: Any) -> str:
     if name == "gpu":
         return find_spec(raw).name
-    if name in WORDS and raw not in WORDS[name]:
-        near = nearest(raw, WORDS[name])
-        raise ConfigError(f"--fact {name} is one of {', '.join(WORDS[name])}, got {raw!r}{near}")
+    # Literal[...] or Literal[...] | None
+    words = [word for part in (kind, *get_args(kind)) for word in get_args(part) if isinstance(word, str)]
+    if words and raw not in words:
+        raise ConfigError(f"--fact {name} is one of {', '.join(words)}, got {raw!r}{nearest(raw, words)}")
     return raw
 
 

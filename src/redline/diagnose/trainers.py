@@ -11,26 +11,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from redline.diagnose.data import table
+from redline.diagnose.data import patterns, table
 from redline.diagnose.readers.cells import COUNTS, amount, finite
 from redline.machine.specs import SPECS
 
-_NO_NUMBER = re.compile(r"\d{40,}")
-"""Taken out before patterns look for numbers, which take long over a run of digits."""
-_FRACTION = re.compile(r"\.\d*[1-9]|\.\d+[eE]")
-"""Behind the digits of a number that is not a whole one."""
+HEAD = patterns("head")
 _IS = r"""['"]? *[:=| ] *['"]?"""
-_LISTED = r"(?:NVIDIA|Tesla|GeForce|Quadro)[ -](?:NVIDIA[ -]|Graphics )?"
-_BOARDS = re.compile(
-    _LISTED
-    + r"((?:RTX )?(?:[ABHL]\d{1,3}S?|V100|P100|T4|GH200|RTX \d{4}|GeForce RTX \d{4})(?:[ -](?:\d+GB|HBM3e?|SXM\d?|PCIE|PCIe|NVL))*)"
-)
 FAMILIES = {name.rpartition("-")[0].replace("-", " "): name for name in SPECS} | {"gh200": "h200-141g"}
 """Name in a log: board of the datasheet table, of several the largest."""
-_RUN_NAME = re.compile(
-    r"(?:experiment|run|job)[_ ]?(?:name|id)\W{1,4}[\w.-]{0,60}?(v100|a100|h100|h200|b200)(?![a-z0-9])",
-    re.IGNORECASE,
-)
 _WORDS = ("rollout", "use_cache", "remove_padding", "eager_rollout", "model")
 """Facts that are words of the log."""
 _UNITS = {"memory_gib": ("memory_bytes", 2.0**30), "memory_mib": ("memory_bytes", 2.0**20)}
@@ -48,7 +36,8 @@ class Trainer:
     @property
     def options(self) -> dict[str, str]:
         """What each fix is called in this trainer's options; in general words where it has no name for one."""
-        return {**table("trainers")["any"]["options"], **self.entry.get("options", {})}
+        known = {**table("trainers")["any"]["options"], **self.entry.get("options", {})}
+        return {**known, "size_of_a_pass": known["micro_batch"].removeprefix("a larger ")}
 
 
 def named(name: str) -> Trainer:
@@ -62,7 +51,7 @@ def named(name: str) -> Trainer:
 
 def recognise(text: str) -> Trainer:
     """The trainer whose marks a log bears; one without a name where it bears none."""
-    text = _NO_NUMBER.sub(" ", text)
+    text = HEAD["no_number"].sub(" ", text)
     marks = {name: entry["recognise"] for name, entry in table("trainers").items()}
     hits = (name for name, each in marks.items() if any(_compiled(mark).search(text) for mark in each))
     return named(next(hits, ""))
@@ -76,23 +65,22 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
     """What stands beside the numbers of a log: by the trainer's own words, then by those that many use."""
     found: dict[str, Any] = {}
-    head = re.sub(r"(?m)^\s*#.*$", "", head)  # comments of a recipe
+    head = HEAD["comment"].sub("", head)
     for entry in (trainer.entry, table("trainers")["any"]):
-        for name, patterns in entry.get("facts", {}).items():
+        for name, ways in entry.get("facts", {}).items():
             if name in found or (name == "batch_size" and "tokens" in found):
                 continue
-            if isinstance(patterns, dict):
-                fits: Any = (word for word, pattern in patterns.items() if _compiled(pattern).search(head))
+            if isinstance(ways, dict):
+                fits: Any = (word for word, pattern in ways.items() if _compiled(pattern).search(head))
             else:
-                fits = (each for pattern in patterns if (each := _last(name, pattern, head)) is not None)
-            value = next(fits, None)
-            if value is not None:
+                fits = (each for pattern in ways if (each := _last(name, pattern, head)) is not None)
+            if (value := next(fits, None)) is not None:
                 found[name] = value
     if gpu := _gpu(head):
         found.setdefault("gpu", gpu)
-    if listed := re.findall(r"^\|\s+(\d+)\s+NVIDIA .{5,30}\|", head, re.MULTILINE):  # nvidia-smi
+    if listed := HEAD["nvidia_smi"].findall(head):
         found["gpus"] = float(len(set(listed)))
-    size = re.search(r"[-_/]([\d.]{1,5}[bm])\b", str(found.get("model", "")), re.IGNORECASE)
+    size = HEAD["size"].search(str(found.get("model", "")))
     if "parameters" not in found and size:
         found["parameters"] = amount(size[1], COUNTS) or None
     if "rank_parameters" in found:
@@ -105,7 +93,9 @@ def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
 
 
 def _last(name: str, pattern: str, head: str) -> float | str | None:
-    matches = [each for each in _compiled(pattern).finditer(head) if not _FRACTION.match(head, each.end())]
+    matches = [
+        each for each in _compiled(pattern).finditer(head) if not HEAD["fraction"].match(head, each.end())
+    ]
     groups = [group for group in matches[-1].groups() if group] if matches else []
     if name in _WORDS and groups:
         return groups[0] if name == "model" else groups[0].lower()
@@ -117,11 +107,11 @@ def _last(name: str, pattern: str, head: str) -> float | str | None:
 
 def _gpu(head: str) -> str | None:
     """The board that a log names as a device, with the vendor in front, or in the name that the run was given."""
-    for found in _BOARDS.finditer(head):
+    for found in HEAD["board"].finditer(head):
         name = found[1].lower().replace("-", " ").removeprefix("geforce ")
         fits = [family for family in FAMILIES if re.match(rf"{family}\b", name)]
         if fits:
             board = FAMILIES[max(fits, key=len)]
             return "a100-40g" if board == "a100-80g" and "40gb" in name else board
-    named = _RUN_NAME.search(head)
+    named = HEAD["run_name"].search(head)
     return FAMILIES[named[1].lower()] if named else None

@@ -16,12 +16,6 @@ from redline.diagnose.trainers import FAMILIES
 LONGEST_LINE = 20_000
 PAGE = patterns("page")
 WHEN = ("before", "after")
-_NAMES = {
-    "mfu": ("mfu", "flops utilization"),
-    "tokens_per_s": ("tokens/s", "throughput", "tok/s", "tokens per second"),
-    "memory_share": ("memory usage",),
-    "gpu_util": ("gpu utilization", "gpu util"),
-}
 _SCALE = {"K": 1e3, "M": 1e6, "B": 1e9}
 _BOARDS = ("H200", "H100", "A100", "V100")
 
@@ -181,8 +175,7 @@ def quantities(text: str) -> list[tuple[Range, str]]:
 
 def canonical(name: str) -> str:
     """Our word for a row or heading that means one of the quantities rules compare."""
-    low = name.lower()
-    return next((ours for ours, words in _NAMES.items() if any(word in low for word in words)), low)
+    return next((ours for ours, words in patterns("rows").items() if words.search(name)), name.lower())
 
 
 def _facts(text: str, page: _Page) -> Facts:

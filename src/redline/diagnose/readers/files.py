@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from redline.diagnose.data import patterns
 from redline.diagnose.readers.cells import finite
 from redline.diagnose.readers.miner import Mined, mine
 from redline.errors import DataError, need
@@ -35,15 +36,7 @@ HEAD = 200_000
 MOST_CHARACTERS = 65_536
 """Of a line: what is longer is a dump and not a line of numbers. JSON is read whole."""
 _PACKED: dict[bytes, Any] = {b"\xfd7zXZ\0": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
-_COMMAS = re.compile(r"[-+]?\d{1,15}(?:[.,]\d{1,20}){1,6}(?:[eE][-+]?\d+)?")
-_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
-_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*\x07?|[@-Z\\-_])")
-_LAUNCHER = re.compile(
-    r"^\s*(?:\[(?:default|\w*rank)?[ _]?\d{1,5}\]:|\[\d+,\d+\]<std\w+>:|\((?:\w+) pid=\d+(?:, ip=[\d.]+)?\)|[\w.-]+: (?=\[?rank))\s?"
-)
-"""torchrun's [rank0]: and [default0]:, mpirun's [1,0]<stdout>:, Ray's (TaskRunner pid=1)."""
-_NUMBERED = re.compile(r"^ {0,5}\d{1,5}: ")
-"""`srun -l`; taken off only where most lines begin so, for a trainer may number its own lines."""
+TEXT = patterns("text")
 
 
 def text_of(path: Path) -> str:
@@ -89,13 +82,14 @@ def bytes_of(path: Path) -> bytes:
 def lines_of(text: str) -> list[str]:
     """The lines as a terminal would have shown them, without colours and launchers' prefixes."""
     if "\x1b" in text:
-        text = _ESCAPES.sub("", text)
+        text = TEXT["escape"].sub("", text)
     lines = [line[:MOST_CHARACTERS] for line in io.StringIO(text, newline=None)]  # \r and \r\n end a line too
     lines = [line.rstrip() for line in lines]
     shown = [line for line in lines[:2000] if line]
-    if sum(_NUMBERED.match(line) is not None for line in shown) > 0.5 * len(shown):
-        lines = [_NUMBERED.sub("", line) for line in lines]
-    return [_LAUNCHER.sub("", _LAUNCHER.sub("", line)) for line in lines]  # a launcher inside a launcher
+    if sum(TEXT["numbered"].match(line) is not None for line in shown) > 0.5 * len(shown):
+        lines = [TEXT["numbered"].sub("", line) for line in lines]
+    launcher = TEXT["launcher"]
+    return [launcher.sub("", launcher.sub("", line)) for line in lines]  # a launcher inside a launcher
 
 
 @dataclass
@@ -222,14 +216,14 @@ def _csv(text: str) -> Source | None:
     if len(rows) > 1 and not text.endswith("\n") and None in rows[-1].values():
         rows.pop()  # a line that was cut
     cells = [str(row[name]) for row in rows for name in names if "," in str(row[name])]
-    decimal = any(_COMMAS.fullmatch(cell) and not _THOUSANDS.fullmatch(cell) for cell in cells)
+    decimal = any(TEXT["commas"].fullmatch(cell) and not TEXT["thousands"].fullmatch(cell) for cell in cells)
     plain = [{name: _plain(row[name], decimal) if cells else row[name] for name in names} for row in rows]
     return _table("csv", plain, text)
 
 
 def _plain(cell: Any, decimal: bool) -> Any:
     """A number as Python writes it, where its commas are decimal points or part thousands."""
-    if not isinstance(cell, str) or not _COMMAS.fullmatch(cell):
+    if not isinstance(cell, str) or not TEXT["commas"].fullmatch(cell):
         return cell
     return cell.replace(".", "").replace(",", ".") if decimal else cell.replace(",", "")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mode
 from typing import Any
 
+from redline.diagnose.data import patterns, table
 from redline.diagnose.observed import MEASURED, Facts, Observed, Step
 from redline.diagnose.readers import physics
 from redline.diagnose.readers.cells import finite
@@ -20,14 +21,6 @@ from redline.diagnose.trainers import Trainer, facts_of, recognise
 FOLLOWS = {*TIMERS, "step_s", "loss", "mfu", "tflops", "memory_bytes", "tokens", "tokens_total"}
 FOLLOWS |= {"tokens_per_s", "samples_per_s", "updates_per_s"}
 """What may stand on a line of its own behind that of its update."""
-TRAINS = re.compile(r"\b(?:torch|transformers|accelerate|deepspeed|jax|tensorflow|lightning)/", re.IGNORECASE)
-"""Libraries in whose folders a traceback is one of a training."""
-FAILED = re.compile(r"OutOfMemoryError|CUDA out of memory|Traceback \(most recent call last\)")
-_OF_RUNS = {"State", "Runtime", "Created", "End Time", "Hostname", "Notes", "Tags", "User", "Sweep"}
-"""Columns of a table that W&B exports of a project, beside `Name`: a line is a run, and not an update."""
-OF_A_RUN = {"block_size": "seq_len", "n_params": "parameters", "n_layer": "num_layers"}
-OF_A_RUN |= {"n_embd": "hidden_size"} | {name: name for name in ("batch_size", "eval_iters", "eval_interval")}
-"""Columns of a table of runs that are facts."""
 
 
 def read_log(path: Path, columns: Mapping[str, str], given: Mapping[str, Any]) -> Observed | None:
@@ -35,7 +28,7 @@ def read_log(path: Path, columns: Mapping[str, str], given: Mapping[str, Any]) -
     source, name = source_of(path), str(path)
     trainer = recognise(source.marks)
     listed = source.rows[0].cells.keys() if source.format == "csv" and source.rows else ()
-    if "Name" in listed and len(_OF_RUNS & set(listed)) >= 3:
+    if "Name" in listed and len(set(listed) & {*table("columns")["project"]}) >= 3:
         return _of_runs([row.cells for row in source.rows], name, trainer)
     labels = {label for row in source.rows for label in row.cells} if trainer.entry.get("columns") else ()
     log = rows_of(source.rows, _own_columns(trainer, labels) | dict(columns), name)
@@ -49,8 +42,8 @@ def read_log(path: Path, columns: Mapping[str, str], given: Mapping[str, Any]) -
 
 def _failed(source: Source, trainer: Trainer, given: Mapping[str, Any], name: str) -> Observed | None:
     """A run that ended before its first update; None where it was none."""
-    text = source.text
-    if not FAILED.search(text) or not (trainer.name or TRAINS.search(text)):
+    text, said = source.text, patterns("trouble")
+    if not said["failed"].search(text) or not (trainer.name or said["trains"].search(text)):
         return None
     known = facts_of(trainer, text[:HEAD]) | dict(given)
     facts = physics.solve(known, Timed([]), trainer, one_gpu=bool(trainer.entry.get("one_gpu")), summary={})
@@ -76,12 +69,12 @@ def _own_columns(trainer: Trainer, labels: Iterable[str]) -> dict[str, str]:
     return {ours: f"{known[name]}:{unit}" for ours, (name, _, unit) in named.items() if name in known}
 
 
-def _of_runs(table: Sequence[Mapping[str, Any]], source: str, trainer: Trainer) -> Observed:
+def _of_runs(runs: Sequence[Mapping[str, Any]], source: str, trainer: Trainer) -> Observed:
     """A table with a line a run: what most of them share."""
-    cells = {name: [v for row in table if (v := finite(row.get(name)))] for name in table[0]}
-    found = {ours: cells.get(name, []) for name, ours in OF_A_RUN.items()}
+    cells = {name: [v for row in runs if (v := finite(row.get(name)))] for name in runs[0]}
+    found = {ours: cells.get(name, []) for name, ours in table("columns")["of_a_run"].items()}
     counts = [v for name in ("_step", "iter", "step") for v in cells.get(name, [])]
-    note = f"each of the {len(table)} lines is a whole run, not an update: give the history of one run"
+    note = f"each of the {len(runs)} lines is a whole run, not an update: give the history of one run"
     facts = Facts(**{name: mode(values) for name, values in found.items() if values})  # type: ignore[arg-type]
     updates = int(mode(counts)) if counts else 0
     about: dict[str, Any] = {"source": source, "format": "runs", "trainer": trainer}

@@ -13,6 +13,7 @@ from dataclasses import fields
 from statistics import median
 from typing import Any
 
+from redline.diagnose.data import table
 from redline.diagnose.observed import Facts
 from redline.diagnose.readers.updates import Timed
 from redline.diagnose.trainers import Trainer
@@ -24,12 +25,6 @@ LEAST_MFU = 0.005
 """A smaller one has too few digits to tell a number of GPUs from it."""
 VOCABULARY = 50_257
 """Of GPT-2: where a model's size is estimated from its shape."""
-LENGTHS = {
-    "prompt_length": ("prompt length mean",),
-    "response_length": ("response length mean", "completions mean length"),
-    "longest_response": ("response length max", "completions max length", "answer seq length"),
-}
-"""Facts that stand in the lines of reinforcement learning."""
 _ONE_GPU = re.compile(r"\s?\bper (?:gpu|device|chip)\b")
 Known = dict[str, Any]
 
@@ -99,7 +94,7 @@ def _model_and_memory(known: Known, run: Timed, trainer: Trainer, summary: dict[
         known["parameters"] = 12 * layers * width**2 + VOCABULARY * width
         size = f"{known['parameters'] / 1e6:,.0f}M parameters"
         run.notes.append(f"{size}, estimated from layers and width (--fact parameters=N overrules)")
-    for fact, names in LENGTHS.items():
+    for fact, names in table("columns")["lengths"].items():
         if values := [row.more[name] for row in run.rows for name in names if name in row.more]:
             known.setdefault(fact, median(values))
 

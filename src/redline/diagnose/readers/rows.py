@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from redline.diagnose.data import table
 from redline.diagnose.readers.cells import SECONDS, amount, duration_s, finite, number
 from redline.diagnose.readers.columns import Column, assign, is_held_out, plain, synonyms, units_of
 from redline.diagnose.readers.miner import Mined, seconds_of
@@ -22,10 +23,6 @@ TIMES |= {"elapsed_s", "at_s"}
 LATE = 3
 """Lines by which one may come late."""
 SIGNED = ("loss", "mfu", "grad_norm")
-SUMMARY = {"train_runtime": "runtime_s", "train_samples_per_second": "samples_per_s"}
-SUMMARY |= {"train_steps_per_second": "updates_per_s", "total_flos": "total_flops", "epoch": "epoch"}
-SUMMARY |= dict.fromkeys(("step", "global_step", "global_step/max_steps"), "updates")
-"""The closing line of Hugging Face's Trainer: of the whole run, and not of an update."""
 
 
 @dataclass
@@ -158,8 +155,9 @@ def _names(labels: Iterable[str]) -> str:
 
 def _add(log: Log, row: Row, cells: Mapping[str, Any], shape: _Shape, source: str) -> bool:
     """Fill a row from its cells and put it into the log; whether it is one of the run's."""
-    if any(cells.get(label) is not None for label in list(SUMMARY)[1:3]):
-        found = {ours: finite(str(cells.get(name)).partition("/")[0]) for name, ours in SUMMARY.items()}
+    if any(cells.get(f"train_{what}_per_second") is not None for what in ("samples", "steps")):
+        closing = table("columns")["closing"]
+        found = {ours: finite(str(cells.get(name)).partition("/")[0]) for name, ours in closing.items()}
         log.summary |= {name: value for name, value in found.items() if value is not None}
         return False
     for quantity, column in shape.columns.items():

@@ -8,7 +8,7 @@ which (observe/generation.py).
 
 import math
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from redline.diagnose.finding import WORTH_SAYING, Finding, found
 from redline.diagnose.observed import Observed
@@ -33,32 +33,29 @@ GENERATED_TOGETHER = {10: 331.0, 240: 9_600.0, 1920: 24_900.0}
 GRAPHS = (1.05, 1.5)
 """What CUDA graphs bring to the decoding of small batches."""
 AGENTS = "agent loop generate sequences"
-SLOWEST = "agent loop slowest generate sequences"
-INSIDE = ("generate sequences", "generation timing max", SLOWEST, f"{AGENTS} max")
+INSIDE = (
+    "generate sequences",
+    "generation timing max",
+    "agent loop slowest generate sequences",
+    f"{AGENTS} max",
+)
 """What verl calls the engine's own time inside `gen`."""
 
 
-def decode_floor_s(
-    observed: Observed, bandwidth: float | None = None, parameters: float | None = None
-) -> float | None:
+def decode_floor_s(observed: Observed, bandwidth: float = 0.0, parameters: float = 0.0) -> float | None:
     """Time of one cached decoding step in half precision that a good engine reaches, where model and GPU are known."""
     bandwidth = observed.spec.memory_bandwidth_bytes_per_s if observed.spec else bandwidth
     parameters = observed.facts.parameters or parameters
     return 2 * parameters / (DECODE_SHARE * bandwidth) if bandwidth and parameters else None
 
 
-@dataclass(frozen=True)
-class _Phase:
+class _Phase(NamedTuple):
     """Generation in a log that names it."""
 
     gen_s: float
-    step_s: float
+    share: float
     inside_s: float | None
     """What of it the engine spends generating, where the log tells it apart."""
-
-    @property
-    def share(self) -> float:
-        return min(1.0, self.gen_s / self.step_s)
 
 
 def _phase(observed: Observed, least: float = 0.2) -> _Phase | None:
@@ -66,7 +63,8 @@ def _phase(observed: Observed, least: float = 0.2) -> _Phase | None:
     gen_s, step_s = observed.part("gen") or observed.median("generate_s"), observed.median("step_s")
     if not gen_s or not step_s or not observed.enough or gen_s / step_s < least:
         return None
-    return _Phase(gen_s, step_s, next((s for name in INSIDE if (s := observed.part(name)) is not None), None))
+    inside_s = next((s for name in INSIDE if (s := observed.part(name)) is not None), None)
+    return _Phase(gen_s, min(1.0, gen_s / step_s), inside_s)
 
 
 def nested(observed: Observed) -> list[Finding]:
@@ -158,7 +156,7 @@ def uncached_page(observed: Observed) -> list[Finding]:
     if facts.batch_size and facts.prompt_length and facts.response_length:
         rows, length = facts.batch_size * (facts.samples or 1), facts.prompt_length + facts.response_length
         step_s = rows * length / (whole * facts.gpus)
-        cached_s = facts.response_length * (decode_floor_s(observed, None, parameters) or 0.0)
+        cached_s = facts.response_length * (decode_floor_s(observed, parameters=parameters) or 0.0)
         best = step_s / min(step_s, update * step_s + cached_s)
         gain = max(1.0, 0.5 * best), best
     return found("uncached-generation", locals(), "page", strength=0.75) if update <= 0.6 else []

@@ -12,18 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from redline.config.recipe import ModelConfig
-from redline.diagnose.finding import WORTH_SAYING, Finding, found
+from redline.diagnose.finding import WORTH_SAYING, Finding, causes, found
 from redline.diagnose.observed import Facts, Observed, Step
 from redline.plan import arithmetic
 
-TWICE = "every block is computed twice: a third more arithmetic"
-PARTLY = "part of every block is computed twice: its cheap operations and about half of its products"
-RECOMPUTING = {
-    "full": ("Full activation", 1.15, 1.33, TWICE),
-    "on": ("Gradient", 1.1, 1.33, TWICE),
-    "selective": ("Selective activation", 1.02, 1.15, PARTLY),
-}
-"""What recomputation costs where no plan says it: the gain of turning it off, and why. By arithmetic, not measured."""
 FULL = 0.92
 """Share of the memory up to which a change is said to fit: the estimate is good to some per cent."""
 LARGER_PASSES = ((8_192, 1.25), (32_768, 1.02))
@@ -54,33 +46,27 @@ def shape_of(facts: Facts) -> ModelConfig | None:
 
 def recomputation(observed: Observed) -> list[Finding]:
     """Recomputation is on, and the memory may be enough to keep all activations of a pass."""
-    facts, share, option = observed.facts, observed.memory_share, observed.trainer.options
-    if observed.plan or not observed.steps or facts.recompute not in RECOMPUTING or (share or 0.0) > 0.6:
+    facts, share, have = observed.facts, observed.memory_share, observed.facts.memory_bytes
+    cost = causes()["needless-recomputation"]["costs"].get(facts.recompute)
+    if observed.plan or not observed.steps or not cost or (share or 0.0) > 0.6:
         return []
-    named, low, high, costs = RECOMPUTING[facts.recompute]
-    model, tokens, have = shape_of(facts), facts.tokens_a_pass, facts.memory_bytes
-    used = observed.median("memory_bytes") or facts.memory_used_bytes
-    selective, needed_bytes = observed.trainer.entry.get("options", {}).get("selective"), None
+    model, tokens, used, needed_bytes = shape_of(facts), facts.tokens_a_pass, observed.used_bytes, None
     if model and tokens and used:
         now = "selective" if facts.recompute == "selective" else "full"
         kept, every = (arithmetic.kept_bytes(model, "bf16", how, True) for how in (now, "none"))  # type: ignore[arg-type]
         needed_bytes = used + tokens * model.num_layers * (every - kept)
+    (low, high), variant, strength = cost["gain"], "", 1.0
     if needed_bytes is None or have is None:
-        first = f"{selective} first, then " if selective else ""
-        advice = f"{first}{option['recompute']}, if the memory suffices: it is not in the log"
-        low, strength = 1.0, 0.5 if share is None else 0.6
-    elif needed_bytes <= FULL * have:
-        advice, strength = f"turn it off: {option['recompute']}", 1.0
-    else:
-        smaller = max(1, math.floor((facts.micro_batch or 1) * FULL * have / needed_bytes))
-        passes = f"{option['micro_batch'].removeprefix('a larger ')} {smaller}"
-        other = f"{selective}; or " if selective else ""
-        advice = f"{other}none of it with a smaller pass ({passes}): at this one it would not fit"
-        low, high, strength = 1.02, min(high, 1.25), 0.8
+        variant, low, strength = "unknown", 1.0, 0.5 if share is None else 0.6
+    elif needed_bytes > FULL * have:
+        rows = max(1, math.floor((facts.micro_batch or 1) * FULL * have / needed_bytes))
+        variant, low, high, strength = "smaller", 1.02, min(high, 1.25), 0.8
+    selective = observed.trainer.entry.get("options", {}).get("selective")
+    first, other = (f"{selective} first, then ", f"{selective}; or ") if selective else ("", "")
     of = f", of {have / 2**30:.0f}" if have else ""
     free = f" while {1 - share:.0%} of the memory is free" if share is not None else ""
-    gain, strength = (low, high), strength * (0.6 if facts.recompute == "selective" else 1.0)
-    return found("needless-recomputation", locals(), strength=strength)
+    gain = low, high
+    return found("needless-recomputation", cost | locals(), variant, strength=strength * cost["strength"])
 
 
 def _training(observed: Observed) -> Observed:

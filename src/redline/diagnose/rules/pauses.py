@@ -77,9 +77,8 @@ def chance_of(excess_s: dict[int, float], steps: list[int], period: int, rest: i
 
 
 def _slow(observed: Observed) -> tuple[dict[int, float], dict[int, float], float]:
-    """What each update took, what the slow ones took longer than the usual one, and the usual one. Generation is not
-    counted, for texts drawn every N updates are no stall, nor is a wait for data or a log of the Trainer, which have
-    their own rules. No slow ones where there are too few to tell."""
+    """What each update took, what the slow ones took longer than the usual one (none where there are too few to tell), and
+    the usual one. Generation, waits for data and logs of the Trainer, which have rules of their own, are not counted."""
     steady, logs_s = observed.steady[-LONGEST_SEARCH:], _logs_s(observed)
     logged = {after.step for now, after in pairwise(observed.steps) if logs_s and now.loss is not None}
     took_s = {s.step: (s.step_s or 0.0) - (s.generate_s or 0.0) for s in steady}

@@ -14,12 +14,8 @@ from redline.diagnose.rules.memory import precision_found
 from redline.plan import arithmetic
 from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
-from redline.plan.roofline import roofline_tokens_per_s
+from redline.plan.roofline import CPU_PASS_S, launch_s, roofline_tokens_per_s
 
-PASS_S = {"eager": (0.6e-3, 0.6e-3), "compiled": (0.6e-3, 0.15e-3), "cpu": (1.2e-3, 1.3e-3)}
-"""Host seconds of one forward and backward pass, and of each layer in it, that do not depend on its tokens: dispatch and
-launches. CPU: measured with one and with four layers on a Xeon. GPU: about 70 operations a layer at 9 µs eager, a quarter
-of it in compiled blocks."""
 CPU_FLOPS = 50e9
 """What small products reach on one CPU core in fp32, where no ceiling was measured."""
 LARGE_WAIT = 0.1
@@ -39,18 +35,14 @@ def against_the_plan(observed: Observed) -> list[Finding]:
     recipe, plan, step_s = observed.recipe, observed.plan, observed.median("step_s")
     if recipe is None or plan is None or not step_s or not recipe.tokens_per_step:
         return []
-    best, rules = unpinned(recipe, plan), (_small_passes, _recomputation, _slow_precision, _not_compiled)
+    rules = (_small_passes, _recomputation, _slow_precision, _not_compiled)
+    best = planned(recipe, plan)
     return [finding for rule in rules for finding in rule(observed, recipe, plan, best, step_s)]
 
 
-def unpinned(recipe: Recipe, plan: Plan) -> Plan:
-    """What the planner would do on the same hardware without pins, profile or environment."""
-    return again(replace(recipe, plan=PlanPins()), plan)
-
-
-def again(recipe: Recipe, plan: Plan) -> Plan:
-    """A recipe planned on the same processes."""
-    nodes = plan.world_size // plan.shards
+def planned(recipe: Recipe, plan: Plan, pins: PlanPins | None = None) -> Plan:
+    """What the planner would do on the same processes with these pins, and without profile or environment."""
+    recipe, nodes = replace(recipe, plan=pins or PlanPins()), plan.world_size // plan.shards
     return make_plan(recipe, plan.hardware, world_size=plan.world_size, nodes=nodes)
 
 
@@ -59,12 +51,6 @@ def floor_s(recipe: Recipe, plan: Plan, **changed: str) -> float | None:
     values = {"precision": plan.precision, "recompute": plan.recompute, **changed}
     speed = roofline_tokens_per_s(recipe, plan.hardware, plan.world_size, values)
     return recipe.tokens_per_step / speed if speed else None
-
-
-def dispatch_s(recipe: Recipe, plan: Plan, passes: int) -> float:
-    kind = "cpu" if plan.hardware.kind == "cpu" else "eager" if plan.compile == "off" else "compiled"
-    once_s, layer_s = PASS_S[kind]
-    return passes * (once_s + layer_s * recipe.model.num_layers)
 
 
 def _small_passes(observed: Observed, recipe: Recipe, plan: Plan, best: Plan, step_s: float) -> list[Finding]:
@@ -82,14 +68,17 @@ def _small_passes(observed: Observed, recipe: Recipe, plan: Plan, best: Plan, st
 def _fewer_passes(recipe: Recipe, plan: Plan, best: Plan, step_s: float) -> tuple[float, float, str]:
     """What fewer passes bring, and why. On a CPU dispatch and arithmetic add up, so their ratio tells; on a GPU nothing
     but the roofline is left when passes are full."""
-    now_s, then_s = (dispatch_s(recipe, plan, p.accumulation) for p in (plan, best))
-    if plan.hardware.kind == "cpu":
+    on_cpu = plan.hardware.kind == "cpu"
+    cpu_s = CPU_PASS_S[0] + CPU_PASS_S[1] * recipe.model.num_layers
+    pass_s = cpu_s if on_cpu else launch_s(recipe, plan.hardware)
+    now_s, then_s = plan.accumulation * pass_s, best.accumulation * pass_s
+    if on_cpu:
         measured = plan.hardware.measured_tflops.get("fp32")
         rate = 0.5e12 * measured if measured else CPU_FLOPS
         work_s = plan.prediction.flops_per_token * recipe.tokens_per_step / rate
         low, high = ((now_s + k * work_s) / (then_s + k * work_s) for k in (1.25, 0.8))
-        fewer, each_ms = plan.accumulation - best.accumulation, now_s / plan.accumulation * 1e3
-        return low, high, f"{fewer} passes fewer at {each_ms:.1f} ms each beside the arithmetic"
+        fewer = plan.accumulation - best.accumulation
+        return low, high, f"{fewer} passes fewer at {pass_s * 1e3:.1f} ms each beside the arithmetic"
     if (floor := floor_s(recipe, plan)) is None:
         left_s = max(0.3 * step_s, step_s - (now_s - then_s))
         return 1.0, step_s / left_s, "launches saved; the GPU's rates are not known"
@@ -101,7 +90,7 @@ def _recomputation(
     observed: Observed, recipe: Recipe, plan: Plan, best: Plan, step_s: float
 ) -> list[Finding]:
     """Activations computed twice although they would fit."""
-    free = again(replace(recipe, plan=replace(recipe.plan, recompute=None)), plan)
+    free = planned(recipe, plan, replace(recipe.plan, recompute=None))
     if plan.recompute == "none" or free.recompute != "none":
         return []
     forward_s = observed.median("forward_s")
@@ -140,16 +129,19 @@ def _not_compiled(observed: Observed, recipe: Recipe, plan: Plan, best: Plan, st
 
 
 def communication(observed: Observed) -> list[Finding]:
-    """The update stands still until weights are gathered or gradients reduced, and no computing hides it."""
-    wait_s, mean_s, plan = observed.mean("communication_s"), observed.mean("step_s"), observed.plan
+    """The update stands still until weights are gathered or gradients reduced, and no computing hides it. A process that
+    the others wait for comes first; then fewer and larger passes, as each gathers and reduces everything anew, where
+    memory and batch allow them; else a faster link."""
+    wait_s, mean_s = observed.mean("communication_s"), observed.mean("step_s")
+    recipe, plan, late = observed.recipe, observed.plan, observed.late
     if not wait_s or not mean_s or not observed.enough or wait_s / mean_s < LARGE_WAIT:
         return []
-    share, late = wait_s / mean_s, observed.late
-    low, mend, hidden = _mended(observed, share)
-    saves = low * share, share
-    if observed.recipe and plan:
+    share, left = wait_s / mean_s, 1.0
+    if recipe and plan:
+        best = planned(recipe, plan)
+        left = best.accumulation / plan.accumulation
         sent = arithmetic.traffic(
-            observed.recipe.model,
+            recipe.model,
             precision=plan.precision,
             accumulation=plan.accumulation,
             shards=plan.shards,
@@ -157,24 +149,10 @@ def communication(observed: Observed) -> list[Finding]:
         )
         received_mib, bandwidth = sent.total / 2**20, sent.total / wait_s / 1e9
         passes = f"{plan.accumulation} passes" if plan.accumulation > 1 else "one pass"
-    return found("communication", locals())
-
-
-def _mended(observed: Observed, share: float) -> tuple[float, str, str]:
-    """What takes the waits away: the least share of them, how, and why. A process that the others wait for comes first.
-    Each pass gathers and reduces everything anew, so fewer and larger ones wait less, where memory and batch allow them;
-    else a faster link."""
-    plan, late = observed.plan, observed.late
+    least, how = FASTER_LINK, "gloo" if plan and plan.hardware.kind != "cuda" else ""
     if late:
-        mend = f"find out why {late.process} is slow: another program there, its clocks and heat, its disk, uneven rows"
-        return min(1.0, late.waited / share), mend, f"{late.process} as quick as the others, or nothing waits"
-    best = unpinned(observed.recipe, plan) if observed.recipe and plan else None
-    if plan and best and best.accumulation < plan.accumulation:
-        left = best.accumulation / plan.accumulation
-        passes = f"{best.accumulation} passes an update instead of {plan.accumulation}"
-        mend = f"--set plan.micro_batch={best.micro_batch} (or no pin): {passes}, so that a gather serves more tokens"
-        mend += "; then a faster link, or fewer processes"
-        return 1 - left, mend, f"{left:.0%} of the passes wait as much each, or all of it is hidden"
-    gloo = plan is not None and plan.hardware.kind != "cuda"
-    mend = observed.trainer.options["gloo" if gloo else "communication"]
-    return FASTER_LINK, mend, "a link of twice the speed, or one that is hidden altogether"
+        least, how = min(1.0, late.waited / share), "late"
+    elif left < 1:
+        least, how = 1 - left, "fewer_passes"
+    saves = least * share, share
+    return found("communication", locals(), how)

@@ -16,11 +16,6 @@ LINE = patterns("trouble")
 SKIPS = 0.1
 """Share of the lines up to which gradient norms that are none are a loss scaler's skips: it looks for the largest scale
 that holds."""
-SCALED = "bf16 instead of fp16 (fp16 needs a loss scaler)"
-BAD_START = (
-    "stop it: the weights or the data are bad before the first update. Check the checkpoint that it starts from, the token"
-    " ids against the vocabulary, and the kernels of this precision on this GPU"
-)
 BROKEN = 1.5
 """A loss that lies this many times above what it had reached, and stays there, has broken away."""
 
@@ -32,7 +27,7 @@ def _ended_by(observed: Observed) -> list[str]:
 
 def ran_out_of_memory(observed: Observed) -> list[Finding]:
     """A line that says which allocation failed."""
-    facts, option = observed.facts, observed.trainer.options
+    facts = observed.facts
     text = "\n".join([observed.text, *_ended_by(observed)])
     hits = text.split("\n") if "out of memory" in text.lower() else []
     hits = [line for line in hits if LINE["memory"].search(line)]
@@ -40,14 +35,13 @@ def ran_out_of_memory(observed: Observed) -> list[Finding]:
         return []
     matches = {name: pattern.search(hits[-1]) for name, pattern in patterns("allocator").items()}
     said = {name: next(filter(None, hit.groups())) if hit else None for name, hit in matches.items()}
-    more = f"; or {option['selective']}" if facts.recompute in (None, "off") else ""
+    more = f"; or {observed.trainer.options['selective']}" if facts.recompute in (None, "off") else ""
     unused, expandable = said["unused"] or "", "expandable_segments:True" in text.replace(hits[-1], "")
     if unused.endswith("GiB") and float(unused.split()[0]) > 2 and not expandable:
         more += f". {unused} were reserved and unused: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     went_on = observed.updates > 10 and len(hits) < 3 and text.rfind(hits[-1]) < 0.5 * len(text)
-    tokens = facts.tokens_a_pass
-    when, smaller = "" if observed.steps else " before the first update", option["micro_batch"]
-    smaller, line = smaller.removeprefix("a larger "), None if said["wanted"] else hits[-1].strip()[:160]
+    tokens, when = facts.tokens_a_pass, "" if observed.steps else " before the first update"
+    line = None if said["wanted"] else hits[-1].strip()[:160]
     return found("out-of-memory", locals() | said, strength=0.7 if went_on else 1.0)
 
 
@@ -99,12 +93,12 @@ def not_a_number(observed: Observed) -> list[Finding]:
         since = " in every line"
     elif lost and lost[-1] != steps[-1].step:
         since = f" in {len(lost)} of the updates, the first {lost[0]}"
-    better = observed.trainer.options["rate"]
     advice = re.search(r"at step \d+: (.+)", told[-1], re.DOTALL) if told else None
-    unknown = {"fp16": f"{SCALED}, {better}", None: f"{better}; where it is fp16, {SCALED}"}
-    better = advice[1] if advice else BAD_START if always else unknown.get(observed.facts.precision, better)
+    by_precision = {"fp16": "fp16", None: "unknown"}.get(observed.facts.precision, "")
+    variant = "told" if advice else "always" if always else by_precision
     count, lines, ending = len(lost) or None, len(steps), told[-1].partition(":")[0][:160] if told else None
-    return found("not-a-number", locals(), kind="cause" if passed else None, strength=0.7 if passed else 1.0)
+    kind, strength = ("cause", 0.7) if passed else (None, 1.0)
+    return found("not-a-number", locals(), variant, kind=kind, strength=strength)
 
 
 def loss_spike(observed: Observed) -> list[Finding]:
