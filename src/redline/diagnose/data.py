@@ -12,7 +12,8 @@ def table(name: str) -> dict[str, Any]:
     return tomllib.loads((files("redline.diagnose") / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def compiled(pattern: str, file: str) -> re.Pattern[str]:
+@cache
+def compiled(pattern: str, file: str = "patterns") -> re.Pattern[str]:
     """A regular expression with what a file has under [words] put in for <NAME>."""
     for word, stands_for in table(file)["words"].items():
         pattern = pattern.replace(f"<{word}>", stands_for)
@@ -21,4 +22,4 @@ def compiled(pattern: str, file: str) -> re.Pattern[str]:
 
 @cache
 def patterns(section: str) -> dict[str, re.Pattern[str]]:
-    return {name: compiled(text, "patterns") for name, text in table("patterns")[section].items()}
+    return {name: compiled(text) for name, text in table("patterns")[section].items()}

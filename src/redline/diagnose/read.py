@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from redline.diagnose.observed import Facts, Observed
 from redline.diagnose.readers.cells import BYTES, COUNTS, amount
-from redline.diagnose.readers.document import is_document, read_document
+from redline.diagnose.readers.document import read_document
 from redline.diagnose.readers.files import text_of
 from redline.diagnose.readers.log import read_log
 from redline.diagnose.readers.own import read_run
@@ -37,8 +37,8 @@ def read(
         observed: Observed | None = read_run(path)
     else:
         observed = read_log(path, columns or {}, given)
-    if observed is None and not columns and is_document(text := text_of(path)):
-        observed = read_document(text, str(path))
+    if observed is None and not columns:
+        observed = read_document(text_of(path), str(path))
     if observed is None or (not observed.steps and observed.format == "run" and not observed.events):
         raise DataError(
             f"{path} shows no training: no line with a step that grows beside a loss or a time. Give the trainer's own log, or"

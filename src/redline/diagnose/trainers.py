@@ -8,15 +8,13 @@ there.
 import math
 import re
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from redline.diagnose.data import patterns, table
+from redline.diagnose.data import compiled, patterns, table
 from redline.diagnose.readers.cells import COUNTS, amount, finite
 from redline.machine.specs import SPECS
 
 HEAD = patterns("head")
-_IS = r"""['"]? *[:=| ] *['"]?"""
 FAMILIES = {name.rpartition("-")[0].replace("-", " "): name for name in SPECS} | {"gh200": "h200-141g"}
 """Name in a log: board of the datasheet table, of several the largest."""
 _WORDS = ("rollout", "use_cache", "remove_padding", "eager_rollout", "model")
@@ -53,13 +51,10 @@ def recognise(text: str) -> Trainer:
     """The trainer whose marks a log bears; one without a name where it bears none."""
     text = HEAD["no_number"].sub(" ", text)
     marks = {name: entry["recognise"] for name, entry in table("trainers").items()}
-    hits = (name for name, each in marks.items() if any(_compiled(mark).search(text) for mark in each))
+    hits = (
+        name for name, each in marks.items() if any(compiled(f"(?im){mark}").search(text) for mark in each)
+    )
     return named(next(hits, ""))
-
-
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern.replace("<is>", _IS), re.MULTILINE | re.IGNORECASE)
 
 
 def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
@@ -71,7 +66,9 @@ def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
             if name in found or (name == "batch_size" and "tokens" in found):
                 continue
             if isinstance(ways, dict):
-                fits: Any = (word for word, pattern in ways.items() if _compiled(pattern).search(head))
+                fits: Any = (
+                    word for word, pattern in ways.items() if compiled(f"(?im){pattern}").search(head)
+                )
             else:
                 fits = (each for pattern in ways if (each := _last(name, pattern, head)) is not None)
             if (value := next(fits, None)) is not None:
@@ -93,9 +90,8 @@ def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
 
 
 def _last(name: str, pattern: str, head: str) -> float | str | None:
-    matches = [
-        each for each in _compiled(pattern).finditer(head) if not HEAD["fraction"].match(head, each.end())
-    ]
+    fraction, every = HEAD["fraction"], compiled(f"(?im){pattern}").finditer(head)
+    matches = [each for each in every if not fraction.match(head, each.end())]
     groups = [group for group in matches[-1].groups() if group] if matches else []
     if name in _WORDS and groups:
         return groups[0] if name == "model" else groups[0].lower()

@@ -20,10 +20,6 @@ _SCALE = {"K": 1e3, "M": 1e6, "B": 1e9}
 _BOARDS = ("H200", "H100", "A100", "V100")
 
 
-def is_document(text: str) -> bool:
-    return re.search(r"^#{1,4} \S|^\|.{1,400}\|\s*$", text, re.MULTILINE) is not None
-
-
 @dataclass
 class _Page:
     """What has been read so far, and where in the page the reader stands."""
@@ -40,7 +36,10 @@ class _Page:
     before: Range | None = None
 
 
-def read_document(text: str, source: str) -> Observed:
+def read_document(text: str, source: str) -> Observed | None:
+    """None where the text has neither a heading nor a table."""
+    if re.search(r"^#{1,4} \S|^\|.{1,400}\|\s*$", text, re.MULTILINE) is None:
+        return None
     page = _Page()
     for number, line in enumerate(text.splitlines(), start=1):
         line = line[:LONGEST_LINE]

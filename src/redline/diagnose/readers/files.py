@@ -112,15 +112,21 @@ class Source:
 def source_of(path: Path) -> Source:
     if "tfevents" in path.name:
         return _table("tensorboard", _events(path))
-    text = text_of(path)
-    if (shown := _notebook_text(text)) is None and (table := _as_table(text, str(path))) is not None:
-        return table
-    lines = lines_of(shown if shown is not None else text)
-    rows, pauses = mine(lines, cut=shown is None and not text.endswith("\n"))
+    text, form = text_of(path), "console"
+    as_json = text.lstrip()[:1] in ("{", "[")
+    value = _json(text) if as_json else None
+    if isinstance(value, dict) and isinstance(value.get("cells"), list):
+        text, form = _shown(value["cells"]), "notebook"
+    else:
+        table = (
+            _csv(text) if not as_json else _json_lines(text) if value is None else _whole(value, text, path)
+        )
+        if table is not None:
+            return table
+    lines = lines_of(text)
+    rows, pauses = mine(lines, cut=form == "console" and not text.endswith("\n"))
     whole = "\n".join(lines)
-    form = "console" if shown is None else "notebook"
-    marks = whole[:HEAD] + whole[-20_000:]
-    return Source(form, rows, whole, marks, lines=lines, pauses=pauses)
+    return Source(form, rows, whole, whole[:HEAD] + whole[-20_000:], lines=lines, pauses=pauses)
 
 
 def _table(
@@ -134,13 +140,6 @@ def _table(
     return Source(form, mined, head, f"{text[:20_000]}\n{head}\n{labels}", [note] if note else [])
 
 
-def _as_table(text: str, source: str) -> Source | None:
-    if text.lstrip()[:1] in ("{", "["):
-        whole = _json(text)
-        return _json_lines(text) if whole is None else _whole(whole, text, source)
-    return _csv(text)
-
-
 def _json(text: str) -> Any:
     try:
         return json.loads(text, parse_int=float if len(text) > 4000 else None)
@@ -148,7 +147,7 @@ def _json(text: str) -> Any:
         return None
 
 
-def _whole(value: Any, text: str, source: str) -> Source | None:
+def _whole(value: Any, text: str, source: Path) -> Source | None:
     """A file that is one JSON value: the Trainer's state, a list of lines, lists beside each other, or one line."""
     if isinstance(value, dict) and isinstance(value.get("log_history"), list):
         rows = [row for row in value["log_history"] if isinstance(row, dict)]
@@ -259,15 +258,13 @@ def _scalar(value: Any) -> float | None:
     return float(struct.unpack(kind, content)[0]) if kind else None
 
 
-def _notebook_text(text: str) -> str | None:
-    """What the cells of a notebook put out, as one console; None where the text is no notebook."""
-    book = _json(text) if '"cells"' in text else None
-    if not isinstance(book, dict) or not isinstance(book.get("cells"), list):
-        return None
+def _shown(cells: list[Any]) -> str:
+    """What the cells of a notebook put out, as one console."""
     shown: list[str] = []
-    cells = [cell.get("outputs") for cell in book["cells"] if isinstance(cell, dict)]
-    outputs = [one for each in cells if isinstance(each, list) for one in each if isinstance(one, dict)]
-    for output in outputs:
+    outputs = [cell.get("outputs") for cell in cells if isinstance(cell, dict)]
+    for output in (
+        one for each in outputs if isinstance(each, list) for one in each if isinstance(one, dict)
+    ):
         data = output["data"] if isinstance(output.get("data"), dict) else {}
         page = _html_text(_joined(data.get("text/html")))
         shown += [_joined(output.get("text")), page or _joined(data.get("text/plain"))]

@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import mode
@@ -30,8 +30,11 @@ def read_log(path: Path, columns: Mapping[str, str], given: Mapping[str, Any]) -
     listed = source.rows[0].cells.keys() if source.format == "csv" and source.rows else ()
     if "Name" in listed and len(set(listed) & {*table("columns")["project"]}) >= 3:
         return _of_runs([row.cells for row in source.rows], name, trainer)
-    labels = {label for row in source.rows for label in row.cells} if trainer.entry.get("columns") else ()
-    log = rows_of(source.rows, _own_columns(trainer, labels) | dict(columns), name)
+    named = trainer.entry.get("columns", {})  # as "LABEL:UNIT", in small letters
+    spelt = {label.lower(): label for row in source.rows for label in row.cells} if named else {}
+    own = {ours: text.rpartition(":")[::2] for ours, text in named.items()}
+    own = {ours: f"{spelt[label]}:{unit}" for ours, (label, unit) in own.items() if label in spelt}
+    log = rows_of(source.rows, own | dict(columns), name)
     rows = _of_a_console(log, source) if source.lines else _of_a_table(log, source, name)
     if not rows:
         return _failed(source, trainer, given, name)
@@ -60,13 +63,6 @@ def _of_a_table(log: Log, source: Source, name: str) -> list[Row]:
         for row, number in zip(rows, accumulate(row.trained for row in rows), strict=True):
             row.step = max(1, number)
     return rows if any(row.values or row.lost for row in rows) else []
-
-
-def _own_columns(trainer: Trainer, labels: Iterable[str]) -> dict[str, str]:
-    """Columns that the trainer's entry names, as this log spells them."""
-    known = {label.lower(): label for label in labels}
-    named = {ours: text.rpartition(":") for ours, text in trainer.entry.get("columns", {}).items()}
-    return {ours: f"{known[name]}:{unit}" for ours, (name, _, unit) in named.items() if name in known}
 
 
 def _of_runs(runs: Sequence[Mapping[str, Any]], source: str, trainer: Trainer) -> Observed:

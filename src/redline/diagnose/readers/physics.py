@@ -41,9 +41,8 @@ def rows(value: float) -> float | None:
     near = whole(value)
     if near is None or abs(value - near) <= 0.1:
         return near
-    roundest = max(
-        range(math.ceil(0.97 * value), math.floor(1.03 * value) + 1), key=lambda n: n & -n, default=1
-    )
+    possible = range(math.ceil(0.97 * value), math.floor(1.03 * value) + 1)
+    roundest = max(possible, key=lambda n: n & -n, default=1)
     return float(roundest) if roundest % 4 == 0 else near
 
 

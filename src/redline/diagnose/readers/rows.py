@@ -77,7 +77,7 @@ def rows_of(mined: Sequence[Mined], given: Mapping[str, str], source: str) -> Lo
     for line in mined:
         key = (*line.cells, *line.units.values())
         if (shape := known.get(key)) is None:
-            shape = known[key] = _shape(_assigned(line), named, line.cells)
+            shape = known[key] = _shape(line, named)
         row = Row(line.place, bar=line.bar, stamp_s=seconds_of(line.stamp) if line.stamp else None)
         row.fine_s = 1.0 if line.stamp and not re.search(r"[.,]\d+$", line.stamp) else 0.0
         used[key] += _add(log, row, line.cells, shape, source)
@@ -96,17 +96,6 @@ def refuse_unknown(log: Log, source: str) -> None:
         )
 
 
-def _assigned(line: Mined) -> dict[str, Column]:
-    """The columns of a kind of line. A step that is not a whole number is a time: `[29/510] Batch 0.271`."""
-    labels = {name: line.units.get(name, "") for name in line.cells}
-    columns, times = assign(labels), dict[str, Column]()
-    while "step" in columns and not (finite(line.cells[columns["step"].label]) or 0.0).is_integer():
-        times.setdefault("step_s", Column(columns["step"].label, None))
-        del labels[columns["step"].label]
-        columns = assign(labels)
-    return times | columns
-
-
 @dataclass(frozen=True)
 class _Shape:
     """What the labels of a kind of line mean."""
@@ -117,12 +106,20 @@ class _Shape:
     """Other labels, with their names in plain words."""
 
 
-def _shape(assigned: dict[str, Column], named: dict[str, Column], labels: Iterable[str]) -> _Shape:
-    """What the user names goes before what the labels seem to mean."""
+def _shape(line: Mined, named: dict[str, Column]) -> _Shape:
+    """What the user names goes before what the labels seem to mean. A step that is not a whole number is a time:
+    `[29/510] Batch 0.271`."""
+    labels = {name: line.units.get(name, "") for name in line.cells}
+    columns, times = assign(labels), dict[str, Column]()
+    while "step" in columns and not (finite(line.cells[columns["step"].label]) or 0.0).is_integer():
+        times.setdefault("step_s", Column(columns["step"].label, None))
+        del labels[columns["step"].label]
+        columns = assign(labels)
     given = {column.label for column in named.values()}
-    columns = {name: column for name, column in assigned.items() if column.label not in given} | named
+    meant = times | columns
+    columns = {name: column for name, column in meant.items() if column.label not in given} | named
     taken = {column.label for column in columns.values()}
-    others = [label for label in labels if label not in taken]
+    others = [label for label in line.cells if label not in taken]
     held = [label for label in others if is_held_out(label)]
     return _Shape(columns, held, {label: plain(label)[0] for label in others if label not in held})
 

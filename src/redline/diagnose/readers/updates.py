@@ -73,7 +73,7 @@ def timed(
         "tokens over tokens/s": lambda: [_rate(row, "tokens", "tokens_per_s", tokens, share) for row in rows],
         "the clock": lambda: _clock(rows),
         "samples over samples/s": lambda: [_rate(row, "batch_size", "samples_per_s", batch) for row in rows],
-        "updates/s": lambda: [_over(row.values.get("updates_per_s")) for row in rows],
+        "updates/s": lambda: [_rate(row, "updates", "updates_per_s", 1.0) for row in rows],
         "the running mean": lambda: _from_means(rows),
         "the time that is left": lambda: _from_estimates(rows),
         "the closing summary": lambda: _from_summary(rows, log),
@@ -100,10 +100,6 @@ def _rate(
     """Time of an update from how much it holds and how much a second brings."""
     much, speed = row.values.get(amount, known), row.values.get(rate)
     return much / speed / share if much and speed and share else None
-
-
-def _over(rate: float | None) -> float | None:
-    return 1 / rate if rate else None
 
 
 def _clock(rows: Sequence[Row]) -> Times:
@@ -141,7 +137,9 @@ def _now(row: Row) -> float | None:
 
 def _from_means(rows: Sequence[Row]) -> Times:
     """The last running mean: it is that of the whole run so far."""
-    means = [row.values.get("mean_step_s") or _over(row.values.get("mean_updates_per_s")) for row in rows]
+    means = [
+        row.values.get("mean_step_s") or _rate(row, "updates", "mean_updates_per_s", 1.0) for row in rows
+    ]
     last = next((value for value in reversed(means) if value), None)
     return [last if value else None for value in means]
 

@@ -7,6 +7,7 @@ datasheet peaks.
 
 import math
 import re
+from collections.abc import Iterator
 
 from redline.diagnose.finding import Finding, causes, found
 from redline.diagnose.observed import Claim, Observed, Range
@@ -85,14 +86,11 @@ def unknown_arguments(observed: Observed) -> list[Finding]:
     return found("unknown-argument", locals()) if unknown else []
 
 
-def inference_api(observed: Observed) -> list[Finding]:
+def inference_api(observed: Observed) -> Iterator[Finding]:
     """A quantisation for finished models named as a way to train faster."""
-    findings = list[Finding]()
     for name, instead in causes()["inference-api"]["instead"].items():
         if times := observed.text.count(name):
-            shown = {"name": name, "instead": instead, "times": times}
-            findings += found("inference-api", shown | {"observed": observed})
-    return findings
+            yield from found("inference-api", locals() | {"instead": instead})
 
 
 def no_such_memory(observed: Observed) -> list[Finding]:
@@ -121,9 +119,8 @@ def other_work(observed: Observed) -> list[Finding]:
     return found("other-work", locals()) if evidence else []
 
 
-def contradictions(observed: Observed) -> list[Finding]:
+def contradictions(observed: Observed) -> Iterator[Finding]:
     """One document, one subject, two factors that cannot both be meant."""
-    findings = list[Finding]()
     promised = [(c, c.factor) for c in observed.claims if c.name == "speedup" and c.factor]
     for subject, pattern in causes()["contradiction"]["subjects"].items():
         said = [(c, factor) for c, factor in promised if re.search(pattern, c.text, re.IGNORECASE)]
@@ -131,8 +128,7 @@ def contradictions(observed: Observed) -> list[Finding]:
             continue
         evidence = [(f"line {c.line}", str(factor), f"x: {c.text.strip('-* ')}") for c, factor in said]
         low, high = min(f.low for _, f in said), max(f.high for _, f in said)
-        findings += found("contradiction", locals() | {"subject": subject})
-    return findings
+        yield from found("contradiction", locals() | {"subject": subject})
 
 
 def accumulation_as_speed(observed: Observed) -> list[Finding]:

@@ -2,6 +2,7 @@
 random, and a speed that changes in mid-run."""
 
 import math
+from collections.abc import Iterator
 from itertools import accumulate, groupby, pairwise
 from statistics import fmean, median, pstdev
 
@@ -220,18 +221,16 @@ def _told_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
     return lost, updates_s + sum(sum(each_s) for each_s in lost.values())
 
 
-def pauses(observed: Observed) -> list[Finding]:
+def pauses(observed: Observed) -> Iterator[Finding]:
     """Validations, checkpoints and the Trainer's logs, as a share of the run."""
-    findings = list[Finding]()
     if len(observed.steps) < 3:
-        return []
+        return
     lost, total_s = _own_pauses(observed) if observed.kind == "run" else _told_pauses(observed)
     for what, times_s in lost.items():
         count, each_s = len(times_s), sum(times_s) / max(1, len(times_s))
         share = sum(times_s) / total_s if total_s > 0 else 0.0
-        cause = ("host-gap", "logging") if what == "logging" else (f"{what}-pause", "")
-        findings += found(cause[0], locals(), cause[1])
-    return findings
+        cause, variant = ("host-gap", "logging") if what == "logging" else (f"{what}-pause", "")
+        yield from found(cause, locals(), variant)
 
 
 def planned_pauses(observed: Observed) -> list[Finding]:

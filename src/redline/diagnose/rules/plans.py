@@ -18,9 +18,6 @@ from redline.plan.roofline import CPU_PASS_S, launch_s, roofline_tokens_per_s
 
 CPU_FLOPS = 50e9
 """What small products reach on one CPU core in fp32, where no ceiling was measured."""
-LARGE_WAIT = 0.1
-"""Share of the update from which on its waits for others are told. Some are left in every sharded run: the first gather of
-a pass and its last reduction have nothing to hide behind."""
 COMPILING = 1.3
 """What torch.compile brings at most. Measured on an H200 at 124M parameters, behind fused loss, optimiser and norms: 1.05
 and 1.07 (LOG.md). This allows for models with less fused, and is not measured."""
@@ -134,7 +131,7 @@ def communication(observed: Observed) -> list[Finding]:
     memory and batch allow them; else a faster link."""
     wait_s, mean_s = observed.mean("communication_s"), observed.mean("step_s")
     recipe, plan, late = observed.recipe, observed.plan, observed.late
-    if not wait_s or not mean_s or not observed.enough or wait_s / mean_s < LARGE_WAIT:
+    if not wait_s or not mean_s or not observed.enough:
         return []
     share, left = wait_s / mean_s, 1.0
     if recipe and plan:

@@ -5,7 +5,7 @@ A line counts only where it is an error: printed settings and source code name t
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from redline.diagnose.data import patterns
@@ -45,14 +45,13 @@ def ran_out_of_memory(observed: Observed) -> list[Finding]:
     return found("out-of-memory", locals() | said, strength=0.7 if went_on else 1.0)
 
 
-def ended(observed: Observed) -> list[Finding]:
+def ended(observed: Observed) -> Iterator[Finding]:
     """A line near the end that says why the job stopped."""
-    tail, findings = observed.text[-100_000:], []
+    tail = observed.text[-100_000:]
     for cause, pattern in patterns("endings").items():
         if hit := pattern.search(tail):
             line = tail[tail.rfind("\n", 0, hit.start()) + 1 : hit.end()].strip()[-160:]
-            findings += found(cause, {"observed": observed, "line": line})
-    return findings
+            yield from found(cause, locals())
 
 
 def crash(observed: Observed) -> list[Finding]:

@@ -4,6 +4,7 @@ A share is counted against the mean update (what is paid), medians where one slo
 with the plan the planner would have made are in plans.py, those on what comes every N updates in pauses.py.
 """
 
+from collections.abc import Iterator
 from statistics import fmean, median
 
 from redline.diagnose.finding import WORTH_SAYING, Finding, found
@@ -46,7 +47,7 @@ def taking_turns(observed: Observed) -> list[Finding]:
     return found("slow-loader", locals(), "turns", strength=0.75)
 
 
-def gaps(observed: Observed) -> list[Finding]:
+def gaps(observed: Observed) -> Iterator[Finding]:
     """Time of an update that neither its phases nor the loader account for: logging, an observer, a wait for the GPU. The
     median, because what comes every N updates is a stall and has its own rule.
 
@@ -54,7 +55,7 @@ def gaps(observed: Observed) -> list[Finding]:
     GPU's work, generation aside, in which the host looks at every token: the update would take the longer of the two and
     not their sum. Where no gap shows, only a run without the wait shows what it costs."""
     idle = [(s, left_s) for s in observed.steady if (left_s := s.idle_s) is not None]
-    event, mean_s, findings = observed.last_event("waits_for_gpu"), observed.mean("step_s"), list[Finding]()
+    event, mean_s = observed.last_event("waits_for_gpu"), observed.mean("step_s")
     whole_s = median(left_s - s.felt_wait_s for s, left_s in idle) if idle else 0.0
     busy_s = [(s.step_s or 0.0) - left_s - (s.generate_s or 0.0) for s, left_s in idle]
     hides_s = min(whole_s, median(busy_s)) if busy_s and event else 0.0
@@ -62,12 +63,11 @@ def gaps(observed: Observed) -> list[Finding]:
     if mean_s and observed.enough:
         share = gap_s / mean_s
         hidden = f", and {hides_s * 1e3:.3g} ms that would hide behind the GPU's work" if hides_s > 0 else ""
-        findings += found("host-gap", locals())
+        yield from found("host-gap", locals())
     if event:
         share = hides_s / mean_s if mean_s else 0.0
         told = {"gap_s": whole_s, "saves": (0.85 * share, share)} if share >= WORTH_SAYING else {}
-        findings += found("sync", {"observed": observed} | event | told)
-    return findings
+        yield from found("sync", {"observed": observed} | event | told)
 
 
 def _waits_for_launches(observed: Observed) -> bool:
