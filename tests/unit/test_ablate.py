@@ -83,10 +83,11 @@ def run(
     name: str = "gpt2-124m",
     lab: Lab | None = None,
     only: tuple[str, ...] = (),
+    minutes: float = 1000,
 ) -> dict[tuple[str, str], AblationRow]:
     """The study `name` on the recipe of seeds/002; that of gpt2-124m is the list for any recipe."""
     rows = ablate(
-        RECIPE, name, hardware, folder, only=only, minutes=1000, progress=lambda text: None,
+        RECIPE, name, hardware, folder, only=only, minutes=minutes, progress=lambda text: None,
         children=lab or Lab(answer),
     )  # fmt: skip
     return {(row.stage, row.name): row for row in rows}
@@ -349,6 +350,18 @@ def test_what_lost_its_switch_to_a_rival_is_not_tried_again(tmp_path: Path) -> N
     assert not [name for stage, name in rows if stage == "second try"]
 
 
+def test_a_change_that_compiles_for_minutes_leaves_time_for_the_others(tmp_path: Path) -> None:
+    """Its child does not answer within the two minutes given; the change after it is measured in what is left."""
+
+    def answer(trial: Trial) -> Behaviour:
+        slow, fused = values(trial)["compile"] != "default", values(trial)["update"] == "fused"
+        return replace(measured(0.5 if fused else 1.0), start_s=300.0 if slow else 1.0)
+
+    rows = run(tmp_path, answer, name="seeds/002", only=("compile-autotune", "fused-optimizer"), minutes=2)
+    assert rows["one by one", "compile-autotune"].outcome == "not run"
+    assert rows["one by one", "fused-optimizer"].kept
+
+
 def test_rows_of_fewer_rounds_are_marked() -> None:
     row = AblationRow(
         name="sdpa",
@@ -577,7 +590,7 @@ def test_the_page_of_claims_is_the_tools_own() -> None:
     """Every table of docs/claims.md is what `--markdown` makes of the rows that were recorded."""
     root = Path(__file__).parents[2]
     page = (root / "docs" / "claims.md").read_text(encoding="utf-8").partition("<!-- tables -->")[2]
-    recorded = json.loads((root / "benchmarks" / "claims_nvidia-h200_20261115.json").read_text())
+    recorded = json.loads((root / "benchmarks" / "claims_nvidia-h200_20261116.json").read_text())
     assert list(recorded) == [f"seeds/00{n}" for n in range(5)]
     for name, rows in recorded.items():
         section = page.partition(f"## {name}\n")[2].partition("\n## ")[0]

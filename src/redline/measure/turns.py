@@ -144,6 +144,8 @@ class Turns:
         self._ran: set[str] = set()
         """Trials that ended well once, whose later failure is chance."""
         self._shortest_s: float | None = None
+        self._longest_s = 0.0
+        """Of the pairs that were decided."""
 
     def __enter__(self) -> Self:
         return self
@@ -159,6 +161,11 @@ class Turns:
         found = work()
         self.deadline_s += self.clock() - began_s
         return found
+
+    def fair_end_s(self) -> float:
+        """By when one of several pairs must be decided, so that one that compiles for minutes leaves time for others."""
+        now_s = self.clock()
+        return min(self.deadline_s, now_s + max((self.deadline_s - now_s) / 2, 3 * self._longest_s))
 
     def say(self, text: str) -> None:
         elapsed_s = float(round(self.clock() - self.began_s))
@@ -212,6 +219,7 @@ class Turns:
             done = pair.rounds >= after.timing.blocks or _enough(enough, pair.before, pair.after)
             if self._over(until_s) and not (pair.comparison and done):
                 return None
+            self._longest_s = max(self._longest_s, self.clock() - began_s)
             found = ((before, pair.before), (after, pair.after))
             if not any(m.outcome != "ok" and trial_key(trial) in self._ran for trial, m in found):
                 self.folder.add(key, name, pair.after, beside=pair.before, paired=pair.paired)

@@ -9,7 +9,8 @@ training leaves the state as it was. So every row says what its change is worth 
 With a judge (quality.py) a change that would be kept must also train as well as the first state, and one that is another
 training is kept if it reaches the loss sooner.
 What was slower, or not possible, is tried once more at the end, because changes kept later may help it: bf16
-costs time while attention is not one kernel. A change and the state before it take turns (measure/turns.py).
+costs time while attention is not one kernel. A change and the state before it take turns (measure/turns.py), and one
+that takes too long to be decided (max-autotune compiles for minutes) is not run, so that the others are.
 Left out: interactions of more than two changes.
 """
 
@@ -273,7 +274,7 @@ class _Waterfall:
             return replace(row, outcome="not applicable", note=str(error))
         if trial_key(trials[0]) == trial_key(trials[1]):
             return replace(row, outcome="no change", note="the state before it has it already")
-        pair = self.turns.pair(f"{self.workload} {entry.name}", *trials)
+        pair = self.turns.pair(f"{self.workload} {entry.name}", *trials, until_s=self.turns.fair_end_s())
         if pair is None:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
         if pair.before.outcome == "ok":
