@@ -21,6 +21,7 @@ from redline.data.stream import TokenStream
 from redline.data.tokenizer import Tokenizer
 from redline.errors import ConfigError, DataError
 from redline.model.transformer import Transformer
+from redline.train.execution import eagerly
 from redline.train.process import Process
 from redline.train.restore import Opened
 
@@ -62,7 +63,7 @@ def held_out_loss(
     total, count, words = torch.zeros((), dtype=torch.float64, device=process.device), 0, 0
     sizes = {"seq_len": seq_len, "sequences": sequences, "micro_batch": micro_batch}
     batches = valid_batches(dataset, **sizes, rank=process.rank, world_size=process.world_size)
-    with torch.compiler.set_stance("force_eager"), _in_pieces(model):
+    with eagerly(), _in_pieces(model):
         for inputs_BT, targets_BT in batches:
             total += model(inputs_BT.to(process.device), targets_BT.to(process.device))
             count += int((targets_BT != IGNORED).sum())

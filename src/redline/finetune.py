@@ -32,7 +32,7 @@ from redline.model.lora import add_lora
 from redline.model.transformer import Transformer
 from redline.plan.plan import Plan
 from redline.train.adapter import check_family, write_adapter
-from redline.train.execution import COMPUTE_DTYPE, check_device, equip, strip_compiled
+from redline.train.execution import COMPUTE_DTYPE, check_device, eagerly, equip, strip_compiled
 from redline.train.loop import Outcome, Trainer
 from redline.train.objective import Job
 from redline.train.open_run import OpenRun, Watching, open_run
@@ -159,7 +159,7 @@ def _validation(
     @torch.no_grad()
     def validate(model: Transformer, pass_size: int) -> dict[str, float]:
         total = torch.zeros((), dtype=torch.float64, device=process.device)
-        with torch.compiler.set_stance("force_eager"):
+        with eagerly():
             for start in range(0, len(examples), pass_size):
                 part = examples[start : start + pass_size]
                 tokens_1T, targets_1A, packing = pack_row(part, process.device)

@@ -120,7 +120,7 @@ def test_a_sequence_takes_what_the_engine_allocates_for_it(attention):
         attention=attention, features=12,
     )  # fmt: skip
     room = Room(slots=1, prompts=1, max_prompt_tokens=10, max_new_tokens=22)
-    kept = VARIANTS[attention].state.sequence_bytes(config, room, torch.bfloat16)
+    kept = VARIANTS[attention]().state.sequence_bytes(config, room, torch.bfloat16)
     assert slot_bytes(config, tokens=32, precision="bf16") == kept + 2 * 64 * 4
 
 

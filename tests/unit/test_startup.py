@@ -1,4 +1,8 @@
-"""Where the time before the first update went, on a clock of the test's."""
+"""Where the time before the first update went, on a clock of the test's; and what a start need not import."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,3 +20,20 @@ def test_parts_add_up_and_end_with_the_command(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(KeyError), startup.watched():
         raise KeyError
     assert not startup.underway(), "a command that failed leaves nothing to the next run of the process"
+
+
+TRAIN = """
+import sys
+from redline.cli.main import main
+code = main(["train", "nano", "--steps", "1", "--set", "plan.compile=off", "--run", sys.argv[1]])
+slow = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "redline.model.attention.favor"}
+sys.exit(f"imported: {slow & set(sys.modules)}" if slow & set(sys.modules) else code)
+"""
+
+
+def test_a_run_on_one_process_imports_neither_the_compiler_nor_sharding(tmp_path: Path) -> None:
+    """Each of them takes up to a second."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -186,9 +186,9 @@ def generation(setting: dict[str, str]) -> Iterator[BenchRow]:
             max_new_tokens=STEPS,
         )
         before = torch.cuda.memory_allocated() if on.type == "cuda" else 0
-        state = VARIANTS[kind].state(config, None, room, device=on, dtype=half())
+        state = VARIANTS[kind]().state(config, None, room, device=on, dtype=half())
         held = torch.cuda.memory_allocated() - before if on.type == "cuda" else 0
-        sequence = VARIANTS[kind].state.sequence_bytes(config, room, half())
+        sequence = VARIANTS[kind]().state.sequence_bytes(config, room, half())
         run = _decode(work, attn, state, seq_len, on)
         yield {
             "what": "generation", "arm": kind, "seq_len": seq_len, "batch": work.sequences,

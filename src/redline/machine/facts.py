@@ -8,6 +8,7 @@ Cores and memory are what this process may use (affinity and control-group limit
 out: host name, user and serial numbers, so that a record can be shared; anything that must be measured (ceilings.py).
 """
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -187,6 +188,7 @@ def _cgroup_folders(controller: str) -> Iterator[Path]:
         yield from (place for place in (folder, *folder.parents) if place.is_relative_to(root))
 
 
+@functools.cache
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -28,7 +28,6 @@ from redline.config.recipe import CrossEntropy, ModelConfig, Recompute
 from redline.errors import MachineError
 from redline.machine.facts import memory_bytes
 from redline.model import kernels
-from redline.model.attention.favor import draw
 from redline.model.attention.packed import Packing, over_copies
 from redline.model.attention.softmax import rope_table
 from redline.model.attention.variants import VARIANTS, Attend
@@ -190,7 +189,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config, self.variant = config, VARIANTS[config.attention]
+        self.config, self.variant = config, VARIANTS[config.attention]()
         self.compute_dtype = torch.float32
         self.cross_entropy: CrossEntropy = "torch"
         self.loss_chunks = 1
@@ -236,7 +235,9 @@ class Transformer(nn.Module):
             losses = self._loss(reduction, *work)
         else:
             chunks = zip(*(part.chunk(self.loss_chunks) for part in work), strict=True)
-            each = [checkpoint(self._loss, reduction, *chunk, use_reentrant=False) for chunk in chunks]
+            recomputed = functools.partial(checkpoint, self._loss, use_reentrant=False)
+            loss = recomputed if torch.is_grad_enabled() else self._loss
+            each = [loss(reduction, *chunk) for chunk in chunks]
             losses = torch.stack(each).sum() if reduction == "sum" else torch.cat(each)
         # FSDP2 wants no view from a module: an operation in place on it would drop its hook
         return losses if reduction == "sum" else losses.view_as(targets_BT).clone()
@@ -292,10 +293,17 @@ def build_model(
         model = Transformer(config)
     if shape is not None:
         shape(model)
-    model.to_empty(device=device)
+    _give_memory(model, torch.device(device))
     model.tie()
     fill(model, seed)
     return model
+
+
+def _give_memory(model: Transformer, device: torch.device) -> None:
+    if torch.distributed.is_initialized():
+        model.to_empty(device=device)
+    else:  # the same, without SymPy, which torch imports to copy the layout of a tensor on the meta device: 0.6 s
+        model._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device))
 
 
 def _check_memory(config: ModelConfig, device: torch.device) -> None:
@@ -339,6 +347,8 @@ def redraw(model: Transformer, seed: int, number: int) -> None:
     """Draw the random features of kernel attention in place, from the seed, layer and number alone."""
     for layer, block in enumerate(model.blocks):
         if (projection := block.attn.projection) is not None:
+            from redline.model.attention.favor import draw  # see `variants`
+
             layer_seed = zlib.crc32(f"{seed}/blocks.{layer}.attn.projection/{number}".encode())
             projection.copy_(draw(model.config, layer_seed))
 
@@ -389,11 +399,11 @@ def _context(recompute: Recompute) -> dict[str, Any]:
 
 _ATTENTION = ("flash_attention", "cudnn_attention", "efficient_attention", "flash_attention_for_cpu")
 _KEPT = {
-    getattr(torch.ops.aten, name).default
+    f"aten.{name}.default"
     for name in ("mm", "addmm", "_scaled_mm", *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION))
-} | {torch.ops.redline.favor.default}
+} | {"redline.favor.default"}
 
 
 def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """Selective recomputation keeps what is expensive (matrix products, attention) and repeats the rest."""
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if str(op) in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

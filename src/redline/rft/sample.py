@@ -32,6 +32,7 @@ from redline.rft.session import Session
 from redline.rft.store import Sample, Source, Store, reasoning_key
 from redline.tasks.pool import Pool
 from redline.tasks.task import Question, Task, prompt_messages
+from redline.train.execution import eagerly
 from redline.train.stop import STOPPED, stop_on_signal
 
 Keep = Callable[[Sequence[Completion]], None]
@@ -267,7 +268,7 @@ def logprob_gap(model: Transformer, completions: Sequence[Completion], at_once: 
         width = max(map(len, texts))
         # padded on the right, where causal attention never looks
         tokens_BT = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], device=device)
-        with torch.compiler.set_stance("force_eager"):
+        with eagerly():
             logits_BTV = model(tokens_BT)
         for row, completion in enumerate(part):
             begin, count = len(_ids(completion)), len(completion.tokens)

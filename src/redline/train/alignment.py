@@ -19,14 +19,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from redline.config.recipe import Recipe
 from redline.model.attention import softmax
 from redline.model.transformer import Transformer
 from redline.plan.plan import Plan
+from redline.train.execution import eagerly
 from redline.train.feedback import FeedbackAlignment
 from redline.train.objective import Objective, Sequences
+from redline.train.process import is_spread
 from redline.train.step import BackPropagation, Learner, Numbers, Rule
 
 SHARE = 0.02
@@ -49,7 +50,7 @@ class Diagnosis:
         few: Any = copy.copy(objective)
         few.pass_size = max(1, objective.pass_size // learner.model.config.num_layers)
         # One shape more is not worth compiling.
-        with torch.compiler.set_stance("force_eager"):
+        with eagerly():
             found = _alignment(learner, few, batch) if self.feedback else {}
             if self.kernel and isinstance(objective, Sequences):
                 row_1T = batch.inputs_BT[:1].to(learner.process.device)
@@ -86,7 +87,7 @@ def _gradients(learner: Learner, rule: Rule, objective: Objective, batch: Any) -
     kept: dict[Tensor, Tensor] = {}
     for p in learner.model.parameters():
         if p.grad is not None:
-            kept[p] = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            kept[p] = p.grad.to_local() if is_spread(p.grad) else p.grad
             p.grad = None
     return kept
 

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from redline.errors import CheckpointError, StorageError
 from redline.record.files import storage_errors, write_atomic
@@ -40,7 +39,7 @@ from redline.train.checkpoint_files import (
     write_state,
 )
 from redline.train.places import BEST, read_best, step_folders, step_name
-from redline.train.process import exchange
+from redline.train.process import exchange, is_spread
 
 Piece = tuple[Entry, Tensor]
 """What one rank writes of one tensor: how it is called in the file, and the values."""
@@ -225,7 +224,7 @@ class Checkpoints:
 def _pieces(tensors: Mapping[str, Tensor], rank: int) -> Iterator[Piece]:
     """The parts of the tensors that this rank writes. What several ranks hold, the first of them writes."""
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
+        if is_spread(tensor):
             local = tensor.to_local().detach()
             coordinate = tensor.device_mesh.get_coordinate()
             first = coordinate is not None and all(

@@ -5,6 +5,7 @@ Everything here changes how the same training is computed, and never what.
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -100,6 +101,12 @@ def strip_compiled(model: Transformer) -> None:
     """Compute eagerly again: other shapes than those of the training would each be compiled."""
     for block in model.blocks:
         block._compiled_call_impl = None
+
+
+def eagerly() -> AbstractContextManager[None]:
+    """Inside, compiled blocks compute eagerly. Where nothing is compiled, torch's compiler is not imported for it."""
+    compiling = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiling else contextlib.nullcontext()
 
 
 def in_force(plan: Plan) -> AbstractContextManager[None]:

@@ -28,7 +28,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from redline.config.dfa import DfaConfig
 from redline.config.recipe import IGNORED, ModelConfig, Recipe
@@ -119,9 +118,9 @@ class FeedbackAlignment:
     def prepare(self, model: Transformer) -> None:
         for block in self.below(model):
             block.recompute = "none"  # the second run of a block is its recomputation already
-            if isinstance(block, FSDPModule):
-                # Else FSDP gathers the block that ran before this one, as back-propagation would need it next.
-                block.set_modules_to_backward_prefetch([block])
+            # Else FSDP gathers the block that ran before this one, as back-propagation would need it next.
+            if (prefetch := getattr(block, "set_modules_to_backward_prefetch", None)) is not None:
+                prefetch([block])
 
     def learn(
         self, model: Transformer, tokens: Tensor, targets: Tensor, packing: Packing | None = None

@@ -11,6 +11,7 @@ A schedule is a factor on the peak rate, from how far the run has come: the larg
 a run bounded by the clock decays to its end whatever its speed.
 """
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -43,7 +44,19 @@ STACK_ELEMENTS = 2**27
 """Matrices orthogonalised together: 256 MiB in bf16, so that the stack stays small beside the model."""
 
 
-class Muon(torch.optim.Optimizer):
+class _Uncompiled(torch.optim.Optimizer):
+    """Without the wrappers by which torch keeps its compiler out of these methods: their first call imports the compiler,
+    1.0 s of a start on the host of an H200, also where nothing is compiled."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class AdamW(_Uncompiled, torch.optim.AdamW):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class Muon(_Uncompiled):
     """Momentum whose update is made orthogonal (Newton-Schulz in bf16), with decoupled weight decay."""
 
     def __init__(
@@ -132,7 +145,7 @@ def make_optimizers(
     ]
     groups = [group for group in groups if group["params"]]
     chosen: dict[str, Any] = {"fused": kernels == "fused", "foreach": kernels == "foreach"}
-    adamw = torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, **chosen)
+    adamw = AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, **chosen)
     for p in [p for group in groups for p in group["params"]]:
         adamw.state[p] = {
             # Only the fused kernel counts on the device; the others would wait for the GPU to read the count,

@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from redline.config.recipe import TrainConfig
 from redline.model.transformer import Transformer, part_of
-from redline.train.process import full
+from redline.train.process import full, is_spread
 
 TOGETHER_BYTES = 64 * 2**20
 """Of the maps that are computed together, which are copied for it."""
@@ -59,7 +58,7 @@ def _penalise(parameters: Sequence[Tensor], rows: int, head_size: int, weight: f
     gradients = (gram @ heads).flatten(1, 2).mul_(4 * weight).unbind()
     for p, gradient in zip(parameters, gradients, strict=True):
         assert p.grad is not None
-        if isinstance(p, DTensor):
+        if is_spread(p):
             p.grad.add_(part_of(F.pad(gradient, (0, 0, 0, p.shape[0] - rows)), p))
         else:
             p.grad[:rows].add_(gradient)

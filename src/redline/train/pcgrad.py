@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from redline.train.process import is_spread
 from redline.train.step import Learner, Numbers
 
 Mode = Literal["watch", "global", "tensor"]
@@ -128,7 +128,7 @@ class PCGrad:
                 rows_PKE = rows_KC.view(K, PARTS, -1).transpose(0, 1)
                 gram_KK += (rows_PKE @ rows_PKE.transpose(1, 2)).sum(dim=0)
             # every process has the whole of it, or every replica
-            gram_KK /= process.replicas if isinstance(parameter.grad, DTensor) else process.world_size
+            gram_KK /= process.replicas if is_spread(parameter.grad) else process.world_size
         on_host = gram_NKK.cpu()
         if process.world_size > 1:
             with self.learner.waiting():
@@ -168,4 +168,4 @@ class PCGrad:
 
 def _local(gradient: Tensor) -> Tensor:
     """This process's part, in the same memory."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return gradient.to_local() if is_spread(gradient) else gradient

@@ -22,17 +22,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from redline.errors import MachineError
 from redline.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,19 @@ def exchange(message: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return [json.loads(text[: int(size)].numpy().tobytes()) for size, text in zip(sizes, texts, strict=True)]
 
 
+def is_spread(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether each process holds a part of it. A process alone does not import DTensor: with all that it needs, that is
+    0.9 s of a start on the host of an H200."""
+    if not dist.is_initialized():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def full(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be spread over the processes; to be called on all of them."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_spread(tensor) else tensor
 
 
 def shard(model: Transformer, process: Process, dtype: torch.dtype) -> None:
@@ -123,6 +133,9 @@ def shard(model: Transformer, process: Process, dtype: torch.dtype) -> None:
     them anyway; embedding, last norm and head gather fp32, because one process looks tokens up in fp32; and
     no input is cast (the rotation is in fp32).
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     sizes: tuple[int, ...] = (process.world_size,)
     if process.replicas > 1:
         sizes = (process.replicas, process.world_size // process.replicas)
@@ -164,6 +177,8 @@ def waiting(mark: Mark) -> Iterator[None]:
 
 def time_waits(model: nn.Module, mark: Mark) -> bool:
     """Mark every wait of a sharded model. False, with nothing changed, if this torch waits elsewhere."""
+    from torch.distributed.fsdp import FSDPModule
+
     device = next(model.parameters()).device.type
     found = [
         (_group(module), module is model) for module in model.modules() if isinstance(module, FSDPModule)
@@ -180,7 +195,7 @@ def time_waits(model: nn.Module, mark: Mark) -> bool:
     return True
 
 
-def _group(module: FSDPModule) -> Any:
+def _group(module: Any) -> Any:
     """What FSDP keeps of the parameters of one module."""
     try:
         return module._get_fsdp_state()._fsdp_param_group

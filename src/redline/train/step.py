@@ -18,12 +18,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from redline.errors import TrainingError
 from redline.model.attention.packed import Packing
 from redline.model.transformer import Transformer
-from redline.train.process import Process, full
+from redline.train.process import Process, full, is_spread
 
 Mark = Callable[[str], None]
 Numbers = dict[str, Tensor]
@@ -194,7 +193,9 @@ def clip(learner: Learner, scale: float) -> Tensor:
     if scale != 1.0:
         torch._foreach_mul_(gradients, 1.0 / scale)
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    if isinstance(norm, DTensor):  # reduced here once, where the wait is timed, and not by each of its uses
+    if is_spread(norm):  # reduced here once, where the wait is timed, and not by each of its uses
+        from torch.distributed.tensor import Replicate
+
         with learner.waiting():
             norm = norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)
     if learner.clip_norm:

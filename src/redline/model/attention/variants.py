@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from redline.config.recipe import ModelConfig
-from redline.model.attention import favor, packed, softmax
+from redline.model.attention import packed, softmax
 from redline.model.attention.cache import KeysAndValues
 from redline.model.attention.packed import Packing
 from redline.model.attention.softmax import Rope
@@ -43,4 +43,10 @@ def _softmax(config: ModelConfig, packing: Packing | None, rope: Rope | None, x:
     return functools.partial(softmax.attend, rope=rope)
 
 
-VARIANTS = {"softmax": Variant(_softmax, KeysAndValues), "favor": Variant(favor.attention, favor.Features)}
+def _favor() -> Variant:
+    from redline.model.attention import favor  # here: defining its kernels takes 0.3 s
+
+    return Variant(favor.attention, favor.Features)
+
+
+VARIANTS = {"softmax": lambda: Variant(_softmax, KeysAndValues), "favor": _favor}
