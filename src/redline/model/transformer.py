@@ -300,10 +300,16 @@ def build_model(
 
 
 def _give_memory(model: Transformer, device: torch.device) -> None:
+    """`to_empty`. To copy the layout of a tensor on the meta device, torch's imports SymPy, in 0.6 s; a process alone
+    needs no more than strides."""
     if torch.distributed.is_initialized():
         model.to_empty(device=device)
-    else:  # the same, without SymPy, which torch imports to copy the layout of a tensor on the meta device: 0.6 s
-        model._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device))
+        return
+    for module in model.modules():
+        for name, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            there = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+            learned = isinstance(t, nn.Parameter)
+            setattr(module, name, nn.Parameter(there, requires_grad=t.requires_grad) if learned else there)
 
 
 def _check_memory(config: ModelConfig, device: torch.device) -> None:
