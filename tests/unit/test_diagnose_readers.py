@@ -4,6 +4,8 @@ numbers. Readers get them right, ask, or refuse them in one line."""
 import contextlib
 import json
 import shutil
+import sys
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from redline.diagnose.answer import too_little, verdict
 from redline.diagnose.finding import Finding
 from redline.diagnose.observed import Observed
 from redline.diagnose.read import read
+from redline.diagnose.readers.rows import Row, _apart
 from redline.diagnose.rules import diagnose
 from redline.errors import ConfigError, DataError, RedlineError
 
@@ -991,3 +994,37 @@ def test_a_closing_line_alone_is_of_the_whole_run(tmp_path: Path) -> None:
     observed = jsonl(tmp_path, [{**told, "total_tokens": 24_689_312}])
     assert (observed.updates, observed.median("step_s")) == (768, pytest.approx(5979 / 768))
     assert observed.tokens_per_s == pytest.approx(24_689_312 / 5979)
+
+
+def test_reading_takes_as_long_as_there_are_lines(tmp_path: Path) -> None:
+    """Twice the bars and losses of a Trainer are twice the calls, give or take what does not grow."""
+
+    def calls(count: int) -> int:
+        bar = "{}%|██ | {}/{} [{:02d}:{:02d}<09:00,  2.00s/it]\n{{'loss': 2.1, 'epoch': {:.4f}}}\n"
+        lines = (
+            bar.format(100 * n // count, n, count, n // 30, n * 2 % 60, n / count) for n in range(1, count)
+        )
+        path, seen = text_file(tmp_path, "".join(lines)), 0
+
+        def count_one(*_: object) -> None:
+            nonlocal seen
+            seen += 1
+
+        sys.setprofile(count_one)
+        try:
+            read(path)
+        finally:
+            sys.setprofile(None)
+        return seen
+
+    calls(20)  # fills what is kept from one log to the next
+    assert calls(400) < 2.1 * calls(200)
+
+
+def test_the_last_lines_of_a_run_are_read_off_its_end() -> None:
+    class Run(dict[int, Row]):
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("every line of a long log would go through all lines before it")
+
+    assert _apart(Run({step: Row(step) for step in (10, 20, 25)})) == 5
+    assert _apart(Run({10: Row(10)})) == 1

@@ -190,12 +190,14 @@ def _bar(log: Log, lines: Sequence[Row]) -> list[Row]:
         last = max((row.values.get("epoch", 0.0) for row in others), default=0.0)
         end = bar[-1].step if bar else 0.0
     by_step = {row.step: row for row in bar}
-    steps = sorted({row.step for row in lines})
+    shown, steps = sorted(by_step), sorted({row.step for row in lines})
     if _trains(lines) and abs(max(by_step, default=0) - steps[-1]) > 2 * (steps[-1] - steps[-2]):
         return []  # lines of other steps than the bar's
     for row in others if bar else ():
         place = row.step if row.step >= 0 else row.values["epoch"] / last * end if last else 0.0
-        at = by_step[min(by_step, key=lambda step: abs(step - place))]
+        behind = bisect_left(shown, place)
+        beside = shown[max(0, behind - 1) : behind + 1]
+        at = by_step[min(beside, key=lambda step: abs(step - place))]
         at.after_s += row.pauses.get("validation", 0.0) if row.evaluated else 0.0
         names = ("loss", "grad_norm", "tokens_total", "tokens")
         at.values = {name: row.values[name] for name in names if name in row.values} | at.values

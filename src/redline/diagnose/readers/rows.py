@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from redline.diagnose.data import table
@@ -294,7 +295,7 @@ def _join_others(runs: Sequence[dict[int, Row]], others: Sequence[Row]) -> None:
             run[row.step + 1].pauses.setdefault("validation", 0.0)
 
 
-def _apart(run: Mapping[int, Row]) -> int:
+def _apart(run: dict[int, Row]) -> int:
     """Updates between the last two lines of a run."""
-    last = list(run)[-2:]
-    return max(1, last[-1] - last[0])
+    last = list(islice(reversed(run), 2))
+    return max(1, last[0] - last[-1])
