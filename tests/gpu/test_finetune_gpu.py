@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from redline.record.run import RunFolder
 from redline.train.open_run import OpenRun
 from redline.train.packed import Example, exact, pack, unpack
 from redline.train.process import Process
+from redline.train.step import Learner
+from redline.train.workspace import Workspace, workspace_of
 
 CONFIG = ModelConfig(
     vocab_size=2048,
@@ -99,8 +102,16 @@ def losses(method: str, dtype: torch.dtype, **how: Any) -> tuple[list[float], Se
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_graph_computes_what_the_eager_update_does(method: str, dtype: torch.dtype) -> None:
     eager, _, _ = losses(method, dtype, graph=False)
-    graph, seen, _ = losses(method, dtype)
+    with (
+        patch.object(
+            Workspace, "take_gradients", autospec=True, side_effect=Workspace.take_gradients
+        ) as taken,
+        patch.object(kernels, "sum_rms_norm", side_effect=kernels.sum_rms_norm) as normed,
+    ):
+        graph, seen, _ = losses(method, dtype)
     assert "captured" in seen.events
+    assert taken.called == (method == "lora")
+    assert normed.called == (method == "lora" and dtype == torch.bfloat16)
     band = 1e-4 if dtype == torch.float32 else 2e-3
     assert graph == pytest.approx(eager, rel=band)
     assert eager[-1] < eager[0] - 0.5
@@ -173,6 +184,44 @@ def test_swiglu_and_its_gradient() -> None:
         rtol=3e-2,
         atol=3e-2,
     )
+
+
+def test_a_norm_that_adds_and_its_gradient() -> None:
+    torch.manual_seed(0)
+    x, y, *out = (torch.randn(33, 960, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    weight = torch.randn(960, device="cuda", dtype=torch.bfloat16)
+    total = (x + y).double().requires_grad_()
+    want = (total, torch.nn.functional.rms_norm(total, weight.shape, weight.double(), 1e-5))
+    got = kernels.sum_rms_norm(x.requires_grad_(), y.requires_grad_(), weight, 1e-5)
+    assert torch.equal(got[0].double(), total)
+    torch.testing.assert_close(got[1].double(), want[1], rtol=1e-2, atol=1e-2)
+    for used in (slice(2), slice(1, 2)):  # both results, and the normalised one alone
+        (expected,) = torch.autograd.grad(
+            want[used], total, [one.double() for one in out[used]], retain_graph=True
+        )
+        for gradient in torch.autograd.grad(got[used], [x, y], out[used], retain_graph=True):
+            torch.testing.assert_close(gradient.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_gradients_on_the_second_stream_are_those_of_autograd() -> None:
+    """Again and again: one that is read before it is written, or whose input is overwritten, would differ."""
+    model, batch = model_of("lora", torch.bfloat16), examples(60)
+    for p in adapters(model).values():
+        torch.nn.init.normal_(p, std=0.05)
+    tokens_1T, targets_1A, packing = unpack(torch.from_numpy(pack(batch, exact(batch))).cuda(), exact(batch))
+    loss = model(tokens_1T, targets_1A, packing=packing)
+    expected = torch.autograd.grad(loss, list(adapters(model).values()))
+    workspace = workspace_of(Learner(model, [], Process(0, 1, torch.device("cuda")), 1.0))
+    assert workspace is not None
+    for _ in range(30):
+        workspace.gradient.fill_(torch.nan)
+        with workspace.in_use():
+            model(tokens_1T, targets_1A, packing=packing).backward()
+            workspace.take_gradients()
+        for (name, p), gradient in zip(adapters(model).items(), expected, strict=True):
+            assert p.grad is not None
+            assert (p.grad - gradient).norm() < 0.05 * gradient.norm(), name
+        model.zero_grad(set_to_none=True)
 
 
 def test_empty_sequences_at_the_end_of_a_row_are_harmless() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,11 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from redline.config.recipe import LoraConfig, ModelConfig
 from redline.errors import ConfigError
+from redline.model.flat import pieces
 from redline.model.transformer import Linear, Transformer
+
+ALIGNED = 8
+"""Elements: where a matrix in half precision begins, tensor cores want a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,17 @@ def parts_of(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
     }
 
 
+class Place(Protocol):
+    """Where a captured update keeps a layer's adapter (train/workspace.py)."""
+
+    a_RD: Tensor
+    b_OR: Tensor
+    """As they are multiplied: cast, and B scaled."""
+
+    def learn(self, dh_NR: Tensor, x_ND: Tensor, dy_NO: Tensor, h_NR: Tensor) -> None:
+        """Take the gradients, dh^T x of A and dy^T h of B, which then do not go through autograd."""
+
+
 class LoraLinear(Linear):
     """A frozen linear layer with an adapter: y = W x + b + scale * B A x."""
 
@@ -67,6 +82,8 @@ class LoraLinear(Linear):
         self.config, self.parts = config, parts
         self.original: Tensor | None = None
         """The weight as it was before the adapter was merged into it; None while it is not."""
+        self.place: Place | None = None
+        """Given while an update is captured."""
         device, width = base.weight.device, config.rank * len(parts)
         self.lora_a = nn.Parameter(torch.empty(width, base.in_features, device=device))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, width, device=device))
@@ -84,7 +101,9 @@ class LoraLinear(Linear):
         if self.original is not None:
             return super().forward(x)
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        y_NO = _Adapted.apply(x.flatten(0, -2), weight, bias, self.lora_a, self.lora_b, self.scale_b)
+        y_NO = _Adapted.apply(
+            x.flatten(0, -2), weight, bias, self.lora_a, self.lora_b, self.scale_b, self.place
+        )
         return y_NO.unflatten(0, x.shape[:-1])
 
     def delta(self) -> Tensor:
@@ -104,9 +123,13 @@ class _Adapted(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         scale_b: Tensor,
+        place: Place | None,
     ) -> Tensor:
-        # The cast is needed anyway, and takes the factor and the zeros outside B's blocks with it.
-        a_RD, b_OR = a.to(x_ND.dtype), _product(b, scale_b, x_ND.dtype)
+        if place is not None:
+            a_RD, b_OR = place.a_RD, place.b_OR
+        else:  # The cast is needed anyway, and takes the factor and the zeros outside B's blocks with it.
+            a_RD, b_OR = a.to(x_ND.dtype), _product(b, scale_b, x_ND.dtype)
+        ctx.place = place
         h_NR = x_ND @ a_RD.T
         ctx.save_for_backward(x_ND, weight_OD, a_RD, b_OR, h_NR, scale_b)
         return _add_product(F.linear(x_ND, weight_OD, bias_O), h_NR, b_OR.T)
@@ -115,8 +138,13 @@ class _Adapted(torch.autograd.Function):
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_OD, a_RD, b_OR, h_NR, scale_b = ctx.saved_tensors
         dh_NR = dy_NO @ b_OR
+        da_RD, db_OR = None, None
+        if ctx.place is not None:
+            ctx.place.learn(dh_NR, x_ND, dy_NO, h_NR)
+        else:
+            da_RD, db_OR = fp32_product(dh_NR.T, x_ND), fp32_product(dy_NO.T, h_NR) * scale_b
         dx_ND = _add_product(dy_NO @ weight_OD, dh_NR, a_RD) if ctx.needs_input_grad[0] else None
-        return dx_ND, None, None, _fp32_product(dh_NR.T, x_ND), _fp32_product(dy_NO.T, h_NR) * scale_b, None
+        return dx_ND, None, None, da_RD, db_OR, None, None
 
 
 def _product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
@@ -126,11 +154,12 @@ def _product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, y, out=torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
-def _fp32_product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right with its sums in fp32, which is what the adapters' gradients are."""
+def fp32_product(left: Tensor, right: Tensor, **out: Tensor) -> Tensor:
+    """left @ right with its sums in fp32, which is what the adapters' gradients are; in `out` if that is given."""
     if left.is_cuda and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return (left @ right).float()
+        return torch.mm(left, right, out_dtype=torch.float32, **out)
+    product = (left @ right).float()
+    return out["out"].copy_(product) if out else product
 
 
 def _add_product(y: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -162,6 +191,17 @@ def add_lora(model: Transformer, config: LoraConfig, seed: int, *, cast: bool = 
                 _fill(layer, f"{seed}/blocks.{i}.{name}")
     if not lora_layers(model):
         raise ConfigError(f"lora.targets must name layers that the model has, got {list(config.targets)}")
+    if cast:
+        _join(model)
+
+
+def _join(model: Transformer) -> None:
+    """Put all adapters into one piece of memory, which a captured update treats as one tensor."""
+    learned = list(adapters(model).values())
+    if all(p.numel() % ALIGNED == 0 for p in learned):
+        flat = torch.cat([p.detach().flatten() for p in learned])
+        for p, piece in zip(learned, pieces(flat, learned), strict=True):
+            p.data = piece
 
 
 @torch.no_grad()

@@ -72,7 +72,7 @@ class Norm(nn.Module):
         super().__init__()
         self.kind, self.eps = kind or config.norm, config.norm_eps
         self.fused = False
-        """Whether `add` is one kernel that overwrites x and has no backward: for generation on a GPU."""
+        """Whether `add` is one kernel, on a GPU: in generation, where it overwrites x, and where the weight is frozen."""
         self.weight = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size)) if self.kind == "layernorm" and config.bias else None
 
@@ -85,8 +85,10 @@ class Norm(nn.Module):
 
     def add(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + y (None: x), and that normalised."""
-        if self.fused and self.kind == "rmsnorm":
+        if self.fused and self.kind == "rmsnorm" and not torch.is_grad_enabled():
             return x, kernels.add_rms_norm(x, y, self.weight, self.eps)
+        if self.fused and self.kind == "rmsnorm" and y is not None:
+            return kernels.sum_rms_norm(x, y, self.weight, self.eps)
         if y is not None:
             x = x + y
         return x, self(x)
@@ -174,7 +176,7 @@ class Block(nn.Module):
         return x + y
 
     def parts(self, x: Tensor, y: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
-        """The block for x + y, as two tensors to be summed: in generation the next norm adds them in one kernel."""
+        """The block for x + y, as two tensors to be summed: the next norm may add them in its kernel."""
         x, h = self.attn_norm.add(x, y)
         x, h = self.ffn_norm.add(x, self.attn(h, attend))
         return x, self.ffn(h)
@@ -258,6 +260,11 @@ class Transformer(nn.Module):
         attend = with_values(over(self.config, packing, rope, x), self.values_of(tokens_BT))
         if through is not None:
             return through(x, attend)
+        if self.norm.fused:
+            y = None
+            for block in self.blocks:
+                x, y = block.parts(x, y, attend)
+            return self.norm.add(x, y)[1]
         for block in self.blocks:
             x = block(x, attend)
         return self.norm(x)

@@ -10,6 +10,7 @@ asynchronous copy from page-locked memory.
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from redline.train.packed import ExampleBatch, Packed, Shape, pack
 from redline.train.step import Learner, Pass, Update, update
+from redline.train.workspace import Workspace, workspace_of
 
 SCALARS = 2
 """Words before the rows: the learning rate and the number of targets, both fp32."""
@@ -28,7 +30,8 @@ class Captured:
     def __init__(self, learner: Learner, objective: Packed, event: Callable[..., None]) -> None:
         self.before_update, self.objective, self.event = learner.before_update, objective, event
         # What is captured must not wait for a checkpoint's copy or record events: both are done around a replay.
-        self.learner = replace(learner, before_update=lambda: None, mark=lambda phase: None)
+        self.learner = replace(learner, before_update=self._take_gradients, mark=lambda phase: None)
+        self.workspace: Workspace | None = None
         self.graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Update]] = {}
 
     def take(self, batch: ExampleBatch, *, targets: float, lr_factor: float) -> Update:
@@ -58,6 +61,8 @@ class Captured:
         for optimizer in self.learner.optimizers:
             for group in optimizer.param_groups:
                 group["lr"], group["capturable"] = self.lr, True
+        if self.objective.passes_per_update == 1:
+            self.workspace = workspace_of(self.learner)
         pool: Any = None
         graphs = {}
         for shape in shapes:
@@ -82,8 +87,16 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         # The thread that writes a checkpoint may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            outcome = update(self.learner, self._passes(shape), targets=self.targets)
+            outcome = self._update(self.learner, shape)
         return graph, outcome
+
+    def _update(self, learner: Learner, shape: Shape) -> Update:
+        with self.workspace.in_use() if self.workspace else nullcontext():
+            return update(learner, self._passes(shape), targets=self.targets)
+
+    def _take_gradients(self) -> None:
+        if self.workspace:
+            self.workspace.take_gradients()
 
     def _warm_up(self, shape: Shape) -> None:
         """Run it on a spare optimiser first: a capture cannot compile kernels or set up libraries."""
@@ -96,10 +109,6 @@ class Captured:
                 spare = torch.nn.Parameter(torch.zeros(8, device=self.buffer.device))
                 spare.grad = torch.zeros_like(spare)
                 in_its_place = torch.optim.AdamW([spare], lr=self.lr, fused=True)
-                update(
-                    replace(self.learner, optimizers=[in_its_place]),
-                    self._passes(shape),
-                    targets=self.targets,
-                )
+                self._update(replace(self.learner, optimizers=[in_its_place]), shape)
                 self.learner.model.zero_grad(set_to_none=True)
         torch.cuda.current_stream().wait_stream(stream)

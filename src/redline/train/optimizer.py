@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from redline.config.recipe import MuonIteration, TrainConfig, UpdateKernels
+from redline.model.flat import joined, zeros_like
 from redline.model.transformer import part_of
 from redline.train.process import full
 
@@ -53,7 +54,23 @@ class _Uncompiled(torch.optim.Optimizer):
 
 
 class AdamW(_Uncompiled, torch.optim.AdamW):
+    """torch's. Parameters in one piece of memory, with gradients in another, are updated as one tensor: the fused kernel
+    takes 65,536 elements a block, so many small tensors leave most of a GPU idle."""
+
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """Fill the lists: parameters, gradients, two moments, a third that stays empty, counts of updates."""
+        found: bool = super()._init_group(group, *lists)
+        params, gradients, *_, steps = lists
+        filled = [tensors for tensors in lists if tensors]
+        if len(params) > 1 and joined(gradients) is not None:
+            whole = [flat for tensors in filled if (flat := joined(tensors)) is not None]
+            if len(whole) == len(filled):
+                torch._foreach_add_([whole[-1][1:]], 1)  # torch counts on in the first
+                for tensors, flat in zip(filled, whole, strict=True):
+                    tensors[:] = [flat[0] if tensors is steps else flat]
+        return found
 
 
 class Muon(_Uncompiled):
@@ -146,14 +163,14 @@ def make_optimizers(
     groups = [group for group in groups if group["params"]]
     chosen: dict[str, Any] = {"fused": kernels == "fused", "foreach": kernels == "foreach"}
     adamw = AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, **chosen)
-    for p in [p for group in groups for p in group["params"]]:
-        adamw.state[p] = {
-            # Only the fused kernel counts on the device; the others would wait for the GPU to read the count,
-            # tensor by tensor.
-            "step": torch.zeros((), dtype=torch.float32, device=p.device if kernels == "fused" else "cpu"),
-            "exp_avg": torch.zeros_like(p),
-            "exp_avg_sq": torch.zeros_like(p),
-        }
+    for group in groups:
+        params = group["params"]
+        # Only the fused kernel counts on the device; the others would wait for the GPU to read the count,
+        # tensor by tensor.
+        device = params[0].device if kernels == "fused" else "cpu"
+        steps = torch.zeros(len(params), dtype=torch.float32, device=device).unbind()
+        for p, *slots in zip(params, steps, zeros_like(params), zeros_like(params), strict=True):
+            adamw.state[p] = dict(zip(("step", "exp_avg", "exp_avg_sq"), slots, strict=True))
     optimizers: list[torch.optim.Optimizer] = [adamw]
     if hidden:
         decay, iteration = train.weight_decay, train.muon_iteration

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from redline.errors import TrainingError
 from redline.model.attention.packed import Packing
+from redline.model.flat import as_one
 from redline.model.transformer import Transformer
 from redline.train.process import Process, full, is_spread
 
@@ -188,7 +189,7 @@ def _change_weights(learner: Learner) -> None:
 
 def clip(learner: Learner, scale: float) -> Tensor:
     """Undo the loss scale, clip, and return the norm before clipping."""
-    parameters = [p for p in learner.model.parameters() if p.grad is not None]
+    parameters = as_one([p for p in learner.model.parameters() if p.grad is not None])
     gradients = [p.grad for p in parameters if p.grad is not None]
     if scale != 1.0:
         torch._foreach_mul_(gradients, 1.0 / scale)

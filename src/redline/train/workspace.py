@@ -1,0 +1,110 @@
+"""What a captured update of one pass keeps for all adapters together: one tensor in place of hundreds of small ones.
+
+    workspace = workspace_of(learner)                # None where it does not fit; then every layer is on its own
+    with workspace.in_use():                         # casts the adapters: one kernel
+        ...forward and backward...                   # layers write their gradients into one piece of memory
+        workspace.take_gradients()                   # and there they are, scaled: one kernel; clipping and AdamW follow
+
+An update on some 1,500 tokens is bound by the number of its kernels and by how few of a GPU's multiprocessors each of them
+fills. So the adapters' gradients, for which nothing waits before the clipping, are computed on a second stream beside the
+way back through the blocks, and norms take the addition before them into their kernel.
+
+Nothing here outlives an update: everything else (validation, merging, several passes) reads the parameters themselves.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from redline.model.flat import joined, pieces
+from redline.model.lora import LoraLinear, adapters, fp32_product, lora_layers
+from redline.model.transformer import Norm, Transformer
+from redline.train.step import BackPropagation, Learner
+
+HELD = 8
+"""Layers whose gradients may be on their way while their inputs are kept: two blocks of some forty."""
+
+
+def workspace_of(learner: Learner) -> "Workspace | None":
+    """For adapters in one piece of memory, in blocks that run as they are written, each backward exactly once."""
+    model, learned = learner.model, list(adapters(learner.model).values())
+    plain = all(block.recompute == "none" and block._compiled_call_impl is None for block in model.blocks)
+    flat = joined(learned)
+    if flat is None or not plain or type(learner.rule) is not BackPropagation:
+        return None
+    return Workspace(model, learned, flat)
+
+
+@dataclass
+class _Place:
+    a_RD: Tensor
+    b_OR: Tensor
+    da_RD: Tensor
+    db_OR: Tensor
+    workspace: "Workspace"
+
+    def learn(self, dh_NR: Tensor, x_ND: Tensor, dy_NO: Tensor, h_NR: Tensor) -> None:
+        with self.workspace.beside(dh_NR, x_ND, dy_NO, h_NR):
+            fp32_product(dh_NR.T, x_ND, out=self.da_RD)
+            fp32_product(dy_NO.T, h_NR, out=self.db_OR)
+
+
+class Workspace:
+    def __init__(self, model: Transformer, learned: Sequence[nn.Parameter], flat: Tensor) -> None:
+        self.learned, self.flat = learned, flat
+        self.layers: list[LoraLinear] = list(lora_layers(model).values())
+        scales = [t for layer in self.layers for t in (torch.ones_like(layer.lora_a), layer.scale_b)]
+        self.scale = torch.cat([scale.detach().flatten() for scale in scales])
+        self.cast = torch.empty_like(flat, dtype=model.compute_dtype)
+        self.gradient = torch.zeros_like(flat)
+        self.stream = torch.cuda.Stream(flat.device) if flat.is_cuda else None
+        self.read: list[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = []
+        """What the second stream reads, and when it has: the memory must not be given away before."""
+        fused = flat.is_cuda and model.compute_dtype != torch.float32
+        self.norms = [module for module in model.modules() if isinstance(module, Norm) and fused]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        torch.mul(self.flat, self.scale, out=self.cast)
+        cast, gradients = (pieces(whole, self.learned) for whole in (self.cast, self.gradient))
+        parts = zip(cast[::2], cast[1::2], gradients[::2], gradients[1::2], strict=True)
+        for layer, part in zip(self.layers, parts, strict=True):
+            layer.place = _Place(*part, self)
+        for norm in self.norms:
+            norm.fused = True
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.place = None
+            for norm in self.norms:
+                norm.fused = False
+
+    @contextmanager
+    def beside(self, *read: Tensor) -> Iterator[None]:
+        """Inside, kernels are launched on the second stream, after what this one has launched so far."""
+        if self.stream is None:
+            yield
+            return
+        here = torch.cuda.current_stream()
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            yield
+        # detached: what an update kept of autograd's graph would be met by the next one, on another stream
+        self.read.append((self.stream.record_event(), tuple(tensor.detach() for tensor in read)))
+        if len(self.read) == HELD:
+            here.wait_event(self.read[HELD // 2 - 1][0])
+            del self.read[: HELD // 2]
+
+    def take_gradients(self) -> None:
+        """Wait for the second stream, and give every parameter its gradient."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        self.read.clear()
+        self.gradient.mul_(self.scale)
+        for p, gradient in zip(self.learned, pieces(self.gradient, self.learned), strict=True):
+            assert p.grad is None, "a gradient came another way too"
+            p.grad = gradient

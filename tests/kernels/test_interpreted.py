@@ -1,0 +1,84 @@
+"""What the kernels between the matrix products compute, on a machine without a GPU: Triton's interpreter runs them in fp32
+(its bf16 is not to be trusted), in a process of its own, because it must be chosen before they are imported."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton", reason="torch for CPUs comes without Triton; `make kernels` brings it")
+
+from redline.config.recipe import LoraConfig, ModelConfig
+from redline.model import kernels
+from redline.model.lora import adapters, add_lora
+from redline.model.transformer import Norm, build_model
+
+CONFIG = ModelConfig(vocab_size=32, num_layers=2, hidden_size=16, num_heads=2, ffn_size=24, context_length=8)
+
+
+@pytest.mark.parametrize("case", ["norm", "last_norm", "swiglu", "model"])
+def test_a_kernel_and_its_gradient(case: str) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, case],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def norm() -> tuple[list[Tensor], list[Tensor]]:
+    return with_gradients(slice(2))
+
+
+def last_norm() -> tuple[list[Tensor], list[Tensor]]:
+    """Nothing reads the sum."""
+    return with_gradients(slice(1, 2))
+
+
+def with_gradients(used: slice) -> tuple[list[Tensor], list[Tensor]]:
+    x, y = (torch.randn(5, 72, requires_grad=True) for _ in range(2))
+    weight, out = torch.randn(72), [torch.randn(5, 72) for _ in range(2)]
+    ours, theirs = (
+        kernels.sum_rms_norm(x, y, weight, 1e-5)[used],
+        (x + y, F.rms_norm(x + y, weight.shape, weight, 1e-5))[used],
+    )
+    return (
+        [*ours, *torch.autograd.grad(ours, [x, y], out[used])],
+        [*theirs, *torch.autograd.grad(theirs, [x, y], out[used])],
+    )
+
+
+def swiglu() -> tuple[list[Tensor], list[Tensor]]:
+    x = torch.randn(5, 2 * 72, requires_grad=True)
+    out, (gate, up) = torch.randn(5, 72), x.chunk(2, dim=-1)
+    results = ([y, *torch.autograd.grad(y, x, out)] for y in (kernels.swiglu(x), F.silu(gate) * up))
+    return next(results), next(results)
+
+
+def model() -> tuple[list[Tensor], list[Tensor]]:
+    """Blocks that leave the additions between them to the norms."""
+    adapted = build_model(CONFIG, device="cpu", seed=0)
+    add_lora(adapted, LoraConfig(rank=2), seed=0)
+    learned = list(adapters(adapted).values())
+    for p in learned:
+        torch.nn.init.normal_(p, std=0.3)
+    tokens_BT, results = torch.randint(32, (2, 8)), []
+    for fused in (True, False):
+        for module in adapted.modules():
+            if isinstance(module, Norm):
+                module.fused = fused
+        loss = adapted(tokens_BT, tokens_BT)
+        results.append([loss, *torch.autograd.grad(loss, learned)])
+    return results[0], results[1]
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for found, expected in zip(*globals()[sys.argv[1]](), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
