@@ -1028,3 +1028,11 @@ def test_the_last_lines_of_a_run_are_read_off_its_end() -> None:
 
     assert _apart(Run({step: Row(step) for step in (10, 20, 25)})) == 5
     assert _apart(Run({10: Row(10)})) == 1
+
+
+def test_a_page_with_tables_of_losses_is_no_log_without_steps(tmp_path: Path) -> None:
+    rows = "".join(f"| change {n} | 1.{n}x | loss +0.000{n} |\n" for n in range(1, 9))
+    page = f"# What it brings\n\n| change | speed | what else |\n|---|---|---|\n{rows}"
+    assert read(text_file(tmp_path, page, "page.md")).format == "document"
+    lines = "".join(f"loss {3 / n:.3f}\n" for n in range(1, 9))
+    assert read(text_file(tmp_path, lines)).updates == 8

@@ -94,7 +94,7 @@ def _of_a_console(log: Log, source: Source) -> list[Row]:
         rows = _placed([row for row in plain if row.step < 0 and "epoch" in row.values], log, source.text)
     if not _trains(rows):
         rows = _by_checkpoints(source.lines)
-    if not _trains(rows):
+    if not _trains(rows) and not patterns("page")["table"].search(source.text):
         lost = [row for row in plain if row.step < 0 and not row.evaluated]
         rows = _counted([row for row in lost if {"loss", "updates_per_s"} & row.values.keys()], source.notes)
     if not _trains(rows) and log.summary.get("runtime_s") and log.summary.get("updates_per_s"):
