@@ -65,6 +65,7 @@ def failed(found: dict[str, Check]) -> dict[str, str]:
             "plan.micro_batch=4",
         ),
         ("plan.precision=bf16", "plan.compile=default", "plan.recompute=full", "plan.cross_entropy=torch"),
+        ("plan.precision=bf16", "plan.compile=off", "plan.cross_entropy=fp8"),
     ],
 )
 def test_an_honest_plan_passes(pins: tuple[str, ...]) -> None:

@@ -30,7 +30,7 @@ from redline.model.attention.cache import KeysAndValues
 from redline.model.attention.favor import Features
 from redline.model.attention.softmax import Rope, rope_table
 from redline.model.attention.state import Room, Rows
-from redline.model.cross_entropy import linear_cross_entropy
+from redline.model.cross_entropy import linear_cross_entropy, losses_by_kernel, transposed_by_kernel
 from redline.model.transformer import Transformer
 
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
@@ -70,7 +70,9 @@ def rope_of(config: ModelConfig) -> Rope | None:
 def launch_loss() -> None:
     for cap in (0.0, 30.0):
         x, targets = empty(4, 64, grad=True), torch.zeros(4, dtype=torch.int64)
-        linear_cross_entropy(x, empty(5000, 64), targets, fused=True, cap=cap).backward()
+        linear_cross_entropy(x, empty(5000, 64), targets, how="fused", cap=cap).backward()
+        losses_by_kernel(empty(4, 5008), targets, empty(4, 5008, dtype=torch.float8_e5m2), cap)
+    transposed_by_kernel(empty(64, 5008, dtype=torch.float8_e5m2))
 
 
 def launch_between_products() -> None:

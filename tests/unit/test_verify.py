@@ -76,6 +76,7 @@ def failed(found: dict[str, Check]) -> set[str]:
         ("plan.precision=bf16", "plan.update=foreach"),
         ("plan.attention=math", "plan.update=loop", "plan.recompute=full"),
         ("plan.precision=fp8",),
+        ("plan.cross_entropy=fp8", "plan.loss_chunks=2"),
         ("plan.precision=fp16",),
         ("plan.recompute=selective", "plan.loss_chunks=3", "plan.micro_batch=1"),
         ("train.optimizer=muon", "model.logit_cap=30", "model.value_embeddings=true"),
@@ -207,7 +208,7 @@ def test_passes_of_another_size_are_found() -> None:
 
 def test_a_layer_in_another_precision_is_found() -> None:
     """On paper: what is not in the plan's dtype may be rounding, not layers."""
-    case: Any = SimpleNamespace(plan=SimpleNamespace(precision="bf16"), cuda=True)
+    case: Any = SimpleNamespace(plan=SimpleNamespace(precision="bf16", coarsest="bf16"), cuda=True)
     for share, status in ((1.0, "passed"), (0.995, "passed"), (0.9, "failed"), (0.6, "failed")):
         case.in_pass = Trace(products={"bf16": share, "fp32": 1 - share})
         assert room._precision(case).status == status

@@ -30,7 +30,7 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Compile = Literal["off", "default", "max-autotune-no-cudagraphs"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math"]
-CrossEntropy = Literal["torch", "fused"]
+CrossEntropy = Literal["torch", "fused", "fp8"]
 UpdateKernels = Literal["fused", "foreach", "loop"]
 PromptMode = Literal["chat", "text"]
 

@@ -1,13 +1,14 @@
 """The output head and its loss in one differentiable step.
 
-    loss_sum = linear_cross_entropy(x_ND, weight_VD, targets_N, fused=True)
-    losses_N = linear_cross_entropy(x_ND, weight_VD, targets_N, fused=True, reduction="none")
+    loss_sum = linear_cross_entropy(x_ND, weight_VD, targets_N, how="fused")
+    losses_N = linear_cross_entropy(x_ND, weight_VD, targets_N, how="fused", reduction="none")
     capped(logits, 30.0)                                       # cap x tanh(logits / cap), which the loss takes too
 
 `torch`: logits, then torch's cross entropy in fp32. `fused` (CUDA, half precision): logits by cuBLAS, then one Triton
 kernel that reads each row, takes its loss and overwrites the row with its gradient, so the logits are held once. At
-65,536 x 50,304 the compiler's kernels took three times as long as one read and one write (LOG.md). Left out: chunks (the
-caller's), label smoothing, z-loss.
+65,536 x 50,304 the compiler's kernels took three times as long as one read and one write (LOG.md). `fp8`: the same, but
+all three products multiply FP8 numbers, and the gradient is written as FP8. On a CPU it computes the same roundings in fp32.
+Left out: chunks (the caller's), label smoothing, z-loss.
 
 Shapes: N tokens, D hidden, V vocabulary.
 """
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.config.recipe import IGNORED
+from redline.config.recipe import IGNORED, CrossEntropy
 
 try:
     import triton
@@ -28,6 +29,13 @@ except ImportError:  # torch for CPUs comes without it; the fused way needs CUDA
 
 
 Reduction = Literal["sum", "none"]
+FP8_MULTIPLE = 16
+"""Sides of FP8 products are multiples of it."""
+FP8_TOP = 256.0
+"""Weights and inputs are scaled to below it; e4m3 ends at 448."""
+GRADIENT_SCALE = 2.0**14
+"""Of the logits' gradient as e5m2 (2^-16 to 57,344). No entry is larger than 1, so the scale is the same for all: 1 becomes
+16,384, with room above, and 2^-30 = 9e-10 is still seen. What vanishes of a row is at most 50,304 x 2^-31 = 2e-5."""
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:
@@ -39,15 +47,21 @@ def linear_cross_entropy(
     weight_VD: Tensor,
     targets_N: Tensor,
     *,
-    fused: bool,
+    how: CrossEntropy,
     reduction: Reduction = "sum",
     cap: float = 0.0,
 ) -> Tensor:
     """The cross entropies of `x @ weight.T` (capped) in fp32, or their sum; 0 where the target is IGNORED."""
     weight_VD = weight_VD.to(x_ND.dtype)
-    if fused:
-        loss: Tensor = _Fused.apply(x_ND, weight_VD, targets_N, reduction == "sum", cap)
-        return loss
+    if how == "fused":
+        fused: Tensor = _Fused.apply(x_ND, weight_VD, targets_N, reduction == "sum", cap)
+        return fused
+    if how == "fp8":
+        count, extra = len(x_ND), -len(x_ND) % FP8_MULTIPLE
+        if extra:
+            x_ND, targets_N = F.pad(x_ND, (0, 0, 0, extra)), F.pad(targets_N, (0, extra), value=IGNORED)
+        loss: Tensor = _Fp8.apply(x_ND, weight_VD, targets_N, reduction == "sum", cap)
+        return loss[:count] if loss.ndim else loss
     logits_NV = capped(F.linear(x_ND, weight_VD).float(), cap)
     return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction=reduction)
 
@@ -58,12 +72,7 @@ class _Fused(torch.autograd.Function):
         ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, summed: bool, cap: float
     ) -> Tensor:
         logits_NV = F.linear(x_ND, weight_VD)
-        losses_N = torch.empty(len(x_ND), device=x_ND.device, dtype=torch.float32)
-        vocab_size = logits_NV.shape[1]
-        _loss_and_gradient[(len(x_ND),)](
-            logits_NV, targets_N, losses_N, vocab_size, logits_NV.stride(0), IGNORED, CAP=cap, BLOCK=4096,
-            num_warps=8,
-        )  # fmt: skip
+        losses_N = losses_by_kernel(logits_NV, targets_N, logits_NV, cap)
         ctx.save_for_backward(x_ND, weight_VD, logits_NV)
         return losses_N.sum() if summed else losses_N
 
@@ -78,6 +87,94 @@ class _Fused(torch.autograd.Function):
         return dx_ND, dlogits_NV.T @ (x_ND * factor).to(x_ND.dtype), None, None, None
 
 
+class _Fp8(torch.autograd.Function):
+    """In two halves of the rows: their bf16 logits with the whole gradient in FP8 take as much memory as the gradient and
+    its transpose in the backward pass, and as all logits in bf16."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, summed: bool, cap: float
+    ) -> Tensor:
+        (x8_ND, x_unit), (w8_VD, w_unit) = to_fp8(x_ND), to_fp8(weight_VD)
+        gradient_NV = torch.empty(len(x_ND), len(weight_VD), device=x_ND.device, dtype=torch.float8_e5m2)
+        row_losses = losses_by_kernel if x_ND.is_cuda else _losses_in_torch
+        halves = zip(*(part.chunk(2) for part in (x8_ND, targets_N, gradient_NV)), strict=True)
+        losses_N = torch.cat([
+            # Only this sum is short enough for the tensor cores to keep it in fewer bits than fp32, at a higher rate.
+            row_losses(_product(x8, w8_VD, x_unit * w_unit, x_ND.dtype, fast=True), targets, gradient, cap)
+            for x8, targets, gradient in halves
+        ])  # fmt: skip
+        ctx.dtype = x_ND.dtype
+        ctx.save_for_backward(x8_ND if summed else x_ND, x_unit, w8_VD, w_unit, gradient_NV)
+        return losses_N.sum() if summed else losses_N
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, x_unit, w8_VD, w_unit, gradient_NV = ctx.saved_tensors
+        # One factor for all rows is part of a product's scale. One for each goes onto the small operand, as above.
+        unit, factor_N1 = (1 / GRADIENT_SCALE, grad[:, None]) if grad.ndim else (grad / GRADIENT_SCALE, None)
+        dx_ND = _product(gradient_NV, transposed(w8_VD), w_unit * unit, ctx.dtype)
+        if factor_N1 is not None:
+            dx_ND = (dx_ND * factor_N1).to(ctx.dtype)
+        if not ctx.needs_input_grad[1]:
+            return dx_ND, None, None, None, None
+        if factor_N1 is not None:
+            x_ND, x_unit = to_fp8((x_ND * factor_N1).to(ctx.dtype))
+        dw_VD = _product(transposed(gradient_NV), transposed(x_ND), x_unit * unit, ctx.dtype)
+        return dx_ND, dw_VD, None, None, None
+
+
+def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As e4m3, and the unit in which it counts: a power of two, so that only the cast rounds. Nothing waits for the GPU."""
+    largest = torch.linalg.vector_norm(x, float("inf")).float().clamp_min(2.0**-100)
+    unit = largest / torch.frexp(largest).mantissa / FP8_TOP
+    return (x / unit).to(torch.float8_e4m3fn), unit
+
+
+def _product(a8: Tensor, b8: Tensor, unit: Tensor, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """`unit * a @ b.T`: both lie row by row in memory, the only layout that the FP8 units of Ada and Hopper take."""
+    if not a8.is_cuda:
+        return ((a8.float() @ b8.float().t()) * unit).to(dtype)
+    one = torch.ones_like(unit)
+    return torch._scaled_mm(a8, b8.t(), unit, one, out_dtype=dtype, use_fast_accum=fast)
+
+
+def transposed(x8: Tensor) -> Tensor:
+    """In memory, too."""
+    return transposed_by_kernel(x8) if x8.is_cuda else x8.t().contiguous()
+
+
+def _losses_in_torch(logits_NV: Tensor, targets_N: Tensor, gradient_NV: Tensor, cap: float) -> Tensor:
+    """What `losses_by_kernel` computes."""
+    counted_N1, x_NV = (targets_N != IGNORED)[:, None], capped(logits_NV.float(), cap)
+    logprobs_NV = x_NV.log_softmax(-1)
+    found_NV = logprobs_NV.exp()
+    found_NV.scatter_add_(1, targets_N[:, None] * counted_N1, -torch.ones_like(x_NV[:, :1]))
+    slope_NV = 1 - (x_NV / cap).square() if cap else 1.0
+    gradient_NV.copy_(found_NV * slope_NV * counted_N1 * GRADIENT_SCALE)
+    return F.nll_loss(logprobs_NV, targets_N, ignore_index=IGNORED, reduction="none")
+
+
+def losses_by_kernel(logits_NV: Tensor, targets_N: Tensor, gradient_NV: Tensor, cap: float) -> Tensor:
+    """The rows' losses. Writes their gradients, in FP8 times GRADIENT_SCALE; the logits may be the place for them."""
+    N, V = logits_NV.shape
+    losses_N = torch.empty(N, device=logits_NV.device, dtype=torch.float32)
+    scale = GRADIENT_SCALE if gradient_NV.dtype == torch.float8_e5m2 else 1.0
+    _loss_and_gradient[(N,)](
+        logits_NV, targets_N, gradient_NV, losses_N, V, logits_NV.stride(0), IGNORED, CAP=cap, SCALE=scale, BLOCK=4096,
+        num_warps=8,
+    )  # fmt: skip
+    return losses_N
+
+
+def transposed_by_kernel(x8: Tensor) -> Tensor:
+    rows, columns = x8.shape
+    result = torch.empty(columns, rows, device=x8.device, dtype=x8.dtype)
+    grid = (triton.cdiv(columns, 128), triton.cdiv(rows, 128))
+    _transpose[grid](x8.view(torch.int8), result.view(torch.int8), rows, columns, BLOCK=128)
+    return result
+
+
 if triton is not None:
 
     @triton.jit
@@ -86,11 +183,12 @@ if triton is not None:
 
     @triton.jit
     def _loss_and_gradient(  # type: ignore[no-untyped-def]
-        logits_ptr, targets_ptr, losses_ptr, vocab_size, stride, ignored, CAP: tl.constexpr, BLOCK: tl.constexpr,
+        logits_ptr, targets_ptr, gradient_ptr, losses_ptr, vocab_size, stride, ignored,
+        CAP: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """One program a row: a running maximum and sum, then softmax minus one-hot, written over the row."""
+        """One program a row: a running maximum and sum, then softmax minus one-hot, written over the row or elsewhere."""
         row = tl.program_id(0).to(tl.int64)
-        row_ptr = logits_ptr + row * stride
+        row_ptr, to_ptr = logits_ptr + row * stride, gradient_ptr + row * stride
         target = tl.load(targets_ptr + row)
         counts = target != ignored
         # Read before any program writes the row; the reductions below are the barrier.
@@ -112,5 +210,14 @@ if triton is not None:
             x = _capped(tl.load(row_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32), CAP)
             gradient = tl.exp(x - log_sum) - tl.where(start + lanes == target, 1.0, 0.0)
             gradient = gradient * (1 - (x / CAP) * (x / CAP)) if CAP != 0.0 else gradient
-            gradient = tl.where(counts, gradient, 0.0)
-            tl.store(row_ptr + start + lanes, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
+            gradient = tl.where(counts, gradient * SCALE, 0.0)
+            tl.store(to_ptr + start + lanes, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _transpose(from_ptr, to_ptr, rows, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Of bytes, a square a program, so that both sides are read and written in whole lines."""
+        row = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        tile = tl.load(from_ptr + row[:, None] * columns + column[None, :], mask=inside)
+        tl.store(to_ptr + column[:, None] * rows + row[None, :], tl.trans(tile), mask=tl.trans(inside))

@@ -283,11 +283,8 @@ class Transformer(nn.Module):
         return self.values(tokens).to(self.compute_dtype).unflatten(-1, (self.config.kv_heads, -1))
 
     def _loss(self, reduction: Reduction, x_ND: Tensor, targets_N: Tensor) -> Tensor:
-        fused = self.cross_entropy == "fused"
-        cap = self.config.logit_cap
-        return linear_cross_entropy(
-            x_ND, self.head.weight, targets_N, fused=fused, reduction=reduction, cap=cap
-        )
+        how, cap = self.cross_entropy, self.config.logit_cap
+        return linear_cross_entropy(x_ND, self.head.weight, targets_N, how=how, reduction=reduction, cap=cap)
 
 
 def build_model(

@@ -225,7 +225,7 @@ def memory(
     precision, recompute, shards = values["precision"], values["recompute"], values["shards"]
     learning = count.total if lora is None else adapter_parameters(model, lora)
     states = 8 * learning - (4 * count.hidden if recipe.train.optimizer == "muon" and lora is None else 0)
-    fused_loss = values["cross_entropy"] == "fused"
+    fused_loss = values["cross_entropy"] != "torch"  # in FP8, two copies of half the size
     head = _head_bytes(model, tokens, precision, values["loss_chunks"], fused_loss)
     block = tokens * _block_temporaries(model, precision, recompute, fused)
     below = feedback_blocks(model, dfa) if dfa else 0

@@ -116,6 +116,11 @@ class Plan:
     prediction: Prediction
     why: dict[str, Why]
 
+    @property
+    def coarsest(self) -> Precision:
+        """The coarsest precision that it multiplies in: what the GPU must have, and the band that its numbers must keep."""
+        return "fp8" if self.cross_entropy == "fp8" else self.precision
+
 
 PLANNED = tuple(
     f.name

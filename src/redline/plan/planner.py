@@ -52,7 +52,7 @@ def make_plan(
     decide.pinned("attention", decide.attention)
     decide.pinned("compile", decide.compile)
     decide.possible("graph", decide.pinned("graph", decide.graph))
-    decide.pinned("cross_entropy", decide.cross_entropy)
+    decide.possible("cross_entropy", decide.pinned("cross_entropy", decide.cross_entropy))
     decide.pinned("update", decide.update)
     decide.record("slots", decide.slots())  # before the batch: in RL they share the memory
     decide.dividing(decide.pinned("shards", decide.shards))

@@ -85,7 +85,9 @@ def roofline_tokens_per_s(
     if recipe.lora is not None:
         learning, each = arithmetic.adapter_parameters(model, recipe.lora), 4
         once_more += 6 * learning
-    products = (each * count.hidden + once_more) / rate + each * (count.matmul - count.hidden) / dense
+    fp8_head = values["cross_entropy"] == "fp8"
+    head = (hardware.rate_tflops("fp8") if fp8_head else None) or dense
+    products = (each * count.hidden + once_more) / rate + each * (count.matmul - count.hidden) / head
     if model.attention == "favor":
         pairs, share = arithmetic.attention_flops(model, T), FAVOR_SHARE[hardware.kind]
     else:  # half of the square: causal
@@ -93,6 +95,7 @@ def roofline_tokens_per_s(
         share = ATTENTION_SHARE[hardware.kind][model.head_size >= 128]
     attention = again * pairs / (share * dense * 1e12)
     moved = again * _moved_bytes(model, values["precision"])
+    moved += fp8_head * model.vocab_size  # half of the write is saved, and the gradient transposed
     update = 40 * learning / (recipe.rows_per_update * T)  # clip, AdamW: 10 passes of 4 bytes
     traffic = (moved + update) / (COPY_SHARE[hardware.kind] * bandwidth)
     return world_size / (products / 1e12 + attention + traffic)

@@ -85,6 +85,17 @@ def _sides(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
     return f"FP8 products need sides that are multiples of 16, got {', '.join(odd)}" if odd else None
 
 
+def _head_sides(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
+    V, D = recipe.model.vocab_size, recipe.model.hidden_size
+    fits = V % 16 == 0 and D % 16 == 0
+    return None if fits else f"FP8 products need multiples of 16, got vocab_size {V} and hidden_size {D}"
+
+
+def _brain_float(_recipe: Recipe, _hardware: Hardware, beside: Beside) -> str | None:
+    precision = beside.get("precision")
+    return None if precision in (None, "bf16", "fp8") else f"needs bf16 logits, this is {precision}"
+
+
 def _steady_shapes(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
     return None if recipe.rl is None else "the rows of every rollout have other lengths"
 
@@ -141,7 +152,10 @@ VALUES: dict[str, PlanValue] = {
     ),
     "cross_entropy": PlanValue(
         effect="rounding", choices=get_args(CrossEntropy), proof=("cross entropy",), shapes_memory=True,
-        needs={"fused": (_half, needs_cuda)},
+        needs={
+            "fused": (_half, needs_cuda),
+            "fp8": (_brain_float, _head_sides, _capability(NEEDED_CAPABILITY["fp8"], "an FP8 head")),
+        },
     ),
     "update": PlanValue(effect="rounding", choices=get_args(UpdateKernels), proof=("optimiser kernels",)),
     "loss_chunks": PlanValue(effect="exact", proof=("pieces of the loss",), shapes_memory=True),

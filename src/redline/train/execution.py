@@ -49,10 +49,10 @@ def set_allocator(plan: Plan) -> None:
 
 def check_device(plan: Plan) -> None:
     """A plan may have been made elsewhere: this GPU must have what it asks for."""
-    needs = NEEDED_CAPABILITY.get(plan.precision, ())
+    needs = NEEDED_CAPABILITY.get(plan.coarsest, ())
     if plan.hardware.kind == "cuda" and (has := torch.cuda.get_device_capability()) < needs:
         raise MachineError(
-            f"{plan.precision} needs compute capability {needs}, this GPU has {has}: plan again here"
+            f"{plan.coarsest} needs compute capability {needs}, this GPU has {has}: plan again here"
         )
 
 

@@ -70,7 +70,7 @@ class UpdateArms:
 
     def precision(self, state: Switches) -> str:
         """What a state computes in, which sets the guard's band."""
-        return self.plan(state)[1].precision
+        return self.plan(state)[1].coarsest
 
 
 @dataclass(frozen=True, kw_only=True)

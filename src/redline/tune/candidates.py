@@ -90,7 +90,7 @@ def _candidate(
         return None
     if why_not(name, to, recipe, plan.hardware, vars(plan)) is not None:
         return None
-    if to == "fp8" and importlib.util.find_spec("torchao") is None:
+    if (name, to) == ("precision", "fp8") and importlib.util.find_spec("torchao") is None:
         return None
     if attempt.predicted_by == "data wait":
         if data_wait_share <= WAITING:

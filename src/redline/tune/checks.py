@@ -61,7 +61,7 @@ ATTENTION = "aten::scaled_dot_product_attention"
 EXPLICIT_ATTENTION = "aten::_scaled_dot_product_attention_math"
 SYNCHRONISING = "called a synchronizing CUDA operation"
 """How torch's detector reports a sync; it also warns once that it is a prototype."""
-LOSS_OPERATIONS = {"torch": "aten::cross_entropy_loss", "fused": "_Fused"}
+LOSS_OPERATIONS = {"torch": "aten::cross_entropy_loss", "fused": "_Fused", "fp8": "_Fp8"}
 """One for each piece of the loss; several pieces are computed again in the backward pass."""
 UPDATE_OPERATIONS = {
     "fused": "aten::_fused_adamw_",
@@ -69,7 +69,7 @@ UPDATE_OPERATIONS = {
     "loop": "aten::addcdiv_",
 }
 NO_GRAPHS = "a CPU has no CUDA graphs"
-NO_LOSS = "the profiler saw neither torch's cross entropy nor the fused one"
+NO_LOSS = "the profiler saw no cross entropy that it knows"
 NO_KERNELS = (
     "the profiler saw no kernel on the GPU: CUPTI is missing, or not available here (another profiler, a"
     " container's permissions)"
@@ -137,7 +137,7 @@ class Case:
 
 def _loss_and_gradients(case: Case) -> Check:
     """Against the same weights in fp32; for packed rows one example at a time, as padding would compute."""
-    holds, figures = agreement(case.plan.precision, case.found, case.expected)
+    holds, figures = agreement(case.plan.coarsest, case.found, case.expected)
     tokens = sum(x_T.numel() for x_T, _ in case.rows)
     what = f"{len(case.rows)} examples one by one" if case.packed else f"{tokens:,} tokens"
     return checked("loss and gradients", holds, f"fp32 reference, {what}: {figures}")
@@ -184,7 +184,7 @@ def _precision(case: Case) -> Check:
     if precision == "fp8" and not case.cuda:
         return absent(name, EMULATED)
     promised = {"tf32": "fp32", "fp8": "bf16"}.get(precision, precision)
-    share = shares.get(promised, 0.0) + (shares.get("fp8", 0.0) if precision == "fp8" else 0.0)
+    share = shares.get(promised, 0.0) + (shares.get("fp8", 0.0) if case.plan.coarsest == "fp8" else 0.0)
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     seen = ", ".join(f"{dtype} {part:.1%}" for dtype, part in ordered) or "none"
     return checked(name, share > 0.99, f"plan says {precision}; multiplications by input dtype: {seen}")

@@ -2,7 +2,7 @@
 steps with a reference. No torch.
 
     effect = effect_of(reference_plan, plan)       # plan/values.py: the most that any changed value may do
-    guard(reference, measured, effect, precision=plan.precision).passed
+    guard(reference, measured, effect, precision=plan.coarsest).passed
 
 `exact`     the same sums in another order (micro-batch, recomputation, loader): within what reordering changes
             in the compute dtype.

@@ -229,7 +229,7 @@ class _Search:
         """Whether it is kept, what to say about it, and whether it is the same training."""
         assert pair.comparison is not None
         effect = effect_of(self.rules, plan)
-        numbers = guard(self.rules_measured, pair.after, effect, precision=plan.precision)
+        numbers = guard(self.rules_measured, pair.after, effect, precision=plan.coarsest)
         wins = pair.comparison.verdict == "faster" and numbers.passed
         payback, steps = self._payback_steps(candidate, pair), self.recipe.train.steps
         if wins and payback > steps:

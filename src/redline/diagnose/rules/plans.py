@@ -45,7 +45,8 @@ def planned(recipe: Recipe, plan: Plan, pins: PlanPins | None = None) -> Plan:
 
 def floor_s(recipe: Recipe, plan: Plan, **changed: str) -> float | None:
     """The update's time by the roofline, with some of the plan's values changed."""
-    values = {"precision": plan.precision, "recompute": plan.recompute, **changed}
+    names = ("precision", "recompute", "cross_entropy")
+    values = {**{name: getattr(plan, name) for name in names}, **changed}
     speed = roofline_tokens_per_s(recipe, plan.hardware, plan.world_size, values)
     return recipe.tokens_per_step / speed if speed else None
 

@@ -1,0 +1,102 @@
+"""How far an FP8 head may lie from an exact one, for the tests on CPUs and on GPUs: derived, not found by trial.
+
+Rounding changes a number by at most 2^-4 of it in e4m3, which has three bits after the first, and 2^-3 in e5m2, which has
+two. The error is as good as uniform, so its root mean square is at most 1/sqrt(3) of that: just above a power of two, and
+half as much just below the next one. Independent errors add in quadrature."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redline.config.recipe import IGNORED
+from redline.model.cross_entropy import GRADIENT_SCALE, Reduction, capped, linear_cross_entropy
+
+E4M3, E5M2 = 2**-4 / math.sqrt(3), 2**-3 / math.sqrt(3)
+
+
+@dataclass
+class Work:
+    """A head's inputs, exact in bf16."""
+
+    x: Tensor
+    weight: Tensor
+    targets: Tensor
+    factors: Tensor
+
+    def fp8(self, device: str, dtype: torch.dtype, *, reduction: Reduction, cap: float) -> list[Tensor]:
+        """Losses and both gradients, in float64."""
+        x = self.x.to(device, dtype).requires_grad_()
+        weight = self.weight.to(device, torch.float32).requires_grad_()
+        targets, factors = self.targets.to(device), self.factors.to(device, torch.float32)
+        how = linear_cross_entropy(x, weight, targets, how="fp8", reduction=reduction, cap=cap)
+        (how * (factors if reduction == "none" else factors[0])).sum().backward()
+        assert x.grad is not None
+        assert weight.grad is not None
+        return [how.detach().cpu().double(), x.grad.cpu().double(), weight.grad.cpu().double()]
+
+    def gradient(self, x: Tensor, weight: Tensor, cap: float) -> Tensor:
+        """Of each loss by the logits."""
+        logits = (x @ weight.T).requires_grad_()
+        F.cross_entropy(capped(logits, cap), self.targets, ignore_index=IGNORED, reduction="sum").backward()
+        assert logits.grad is not None
+        return logits.grad
+
+
+def work(tokens: int = 200, hidden: int = 64, vocab: int = 512) -> Work:
+    made = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, hidden, generator=made).bfloat16().double() for n in (tokens, vocab))
+    targets = torch.randint(0, vocab, (tokens,), generator=made)
+    targets[::7] = IGNORED
+    return Work(x, (0.25 * weight), targets, torch.randn(tokens, generator=made).double())
+
+
+def rounded(x: Tensor) -> Tensor:
+    """As e4m3, scaled by a power of two."""
+    scale = 2.0 ** (8 - math.frexp(float(x.abs().max()))[1])
+    return (x * scale).to(torch.float8_e4m3fn).double() / scale
+
+
+def check_losses(device: str, dtype: torch.dtype, cap: float) -> None:
+    """A loss changes by its gradient times the errors of what is multiplied, to first order."""
+    its = work()
+    found = its.fp8(device, dtype, reduction="none", cap=cap)[0]
+    logits = capped(its.x @ its.weight.T, cap)
+    exact = F.cross_entropy(logits, its.targets, ignore_index=IGNORED, reduction="none")
+    assert not found[its.targets == IGNORED].any()
+    g = its.gradient(its.x, its.weight, cap)
+    of_x = ((g @ its.weight) * its.x).square().sum(-1)
+    of_weight = (g.square() @ its.weight.square() * its.x.square()).sum(-1)
+    bound = E4M3 * (of_x + of_weight).mean().sqrt()
+    assert bound / 2 < (found - exact).square().mean().sqrt() < bound
+
+
+def check_gradients(device: str, dtype: torch.dtype, reduction: Reduction, cap: float) -> None:
+    """Against exact products with the gradient at the rounded logits: what is left is e5m2's error and one of e4m3's."""
+    its = work()
+    _, dx, dweight = its.fp8(device, dtype, reduction=reduction, cap=cap)
+    factors = its.factors[:, None] if reduction == "none" else its.factors[0]
+    g = its.gradient(rounded(its.x), rounded(its.weight), cap) * factors
+    each = math.hypot(E4M3, E5M2)
+    for found, left, right in ((dx, g, its.weight), (dweight, g.T, its.x)):
+        bound = each * (left.square() @ right.square()).sum().sqrt()
+        assert (found - left @ right).norm() < bound
+    assert not dx[its.targets == IGNORED].any()
+
+
+def check_every_entry(device: str, dtype: torch.dtype) -> None:
+    """With the identity as weights the gradient of the inputs is the logits': each within half a step of e5m2, and one of
+    its numbers; from 2^-30 on it is seen."""
+    made = torch.Generator().manual_seed(0)
+    x = 2.0 * torch.randint(-8, 8, (64, 64), generator=made).double()
+    its = Work(
+        x, torch.eye(64).double(), torch.randint(0, 64, (64,), generator=made), torch.ones(64).double()
+    )
+    found, exact = its.fp8(device, dtype, reduction="sum", cap=0.0)[1], its.gradient(x, its.weight, 0.0)
+    # fp32's own error of the exponential decides at a tie
+    assert ((found - exact).abs() <= (2**-3 + 1e-5) * exact.abs() + 2**-31).all()
+    assert torch.equal(found, (found * GRADIENT_SCALE).to(torch.float8_e5m2).double() / GRADIENT_SCALE)
+    assert (found != 0)[exact.abs() >= 2**-30].all()
+    assert (found == 0).any(), "nothing here is too small to be seen"
