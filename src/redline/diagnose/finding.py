@@ -116,7 +116,7 @@ def found(
     template makes. `strength` says how good the evidence is here, 1 at best."""
     entry = causes()[cause] | (causes()[cause][variant] if variant else {})
     share, observed = shown.get("share"), shown["observed"]
-    if share is not None and share < entry.get("least", WORTH_SAYING if "saves" in entry else 0.0):
+    if "saves" in entry and share is not None and share < entry.get("least", WORTH_SAYING):
         return []
     mean_s = observed.mean("step_s")
     values = _Values(facts=observed.facts, update_s=mean_s or 0.0, speed=observed.tokens_per_s)

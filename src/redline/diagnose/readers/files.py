@@ -112,17 +112,17 @@ class Source:
 def source_of(path: Path) -> Source:
     if "tfevents" in path.name:
         return _table("tensorboard", _events(path))
-    text, form = text_of(path), "console"
+    text, form, table = text_of(path), "console", None
     as_json = text.lstrip()[:1] in ("{", "[")
     value = _json(text) if as_json else None
     if isinstance(value, dict) and isinstance(value.get("cells"), list):
         text, form = _shown(value["cells"]), "notebook"
+    elif value is not None:
+        table = _whole(value, text, path)
     else:
-        table = (
-            _csv(text) if not as_json else _json_lines(text) if value is None else _whole(value, text, path)
-        )
-        if table is not None:
-            return table
+        table = _json_lines(text) if as_json else _csv(text)
+    if table is not None:
+        return table
     lines = lines_of(text)
     rows, pauses = mine(lines, cut=form == "console" and not text.endswith("\n"))
     whole = "\n".join(lines)
@@ -261,10 +261,9 @@ def _scalar(value: Any) -> float | None:
 def _shown(cells: list[Any]) -> str:
     """What the cells of a notebook put out, as one console."""
     shown: list[str] = []
-    outputs = [cell.get("outputs") for cell in cells if isinstance(cell, dict)]
-    for output in (
-        one for each in outputs if isinstance(each, list) for one in each if isinstance(one, dict)
-    ):
+    lists = [cell.get("outputs") for cell in cells if isinstance(cell, dict)]
+    outputs = [one for each in lists if isinstance(each, list) for one in each if isinstance(one, dict)]
+    for output in outputs:
         data = output["data"] if isinstance(output.get("data"), dict) else {}
         page = _html_text(_joined(data.get("text/html")))
         shown += [_joined(output.get("text")), page or _joined(data.get("text/plain"))]

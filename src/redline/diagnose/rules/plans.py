@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 from redline.config.recipe import PlanPins, Recipe
-from redline.diagnose.finding import WORTH_SAYING, Finding, found
+from redline.diagnose.finding import WORTH_SAYING, Finding, causes, found
 from redline.diagnose.observed import Observed
 from redline.diagnose.rules.memory import precision_found
 from redline.plan import arithmetic
@@ -130,14 +130,12 @@ def communication(observed: Observed) -> list[Finding]:
     """The update stands still until weights are gathered or gradients reduced, and no computing hides it. A process that
     the others wait for comes first; then fewer and larger passes, as each gathers and reduces everything anew, where
     memory and batch allow them; else a faster link."""
-    wait_s, mean_s = observed.mean("communication_s"), observed.mean("step_s")
-    recipe, plan, late = observed.recipe, observed.plan, observed.late
-    if not wait_s or not mean_s or not observed.enough:
+    wait_s, mean_s, late = observed.mean("communication_s"), observed.mean("step_s"), observed.late
+    recipe, plan, least = observed.recipe, observed.plan, causes()["communication"]["least"]
+    if not wait_s or not mean_s or not observed.enough or wait_s / mean_s < least:
         return []
-    share, left = wait_s / mean_s, 1.0
+    share = wait_s / mean_s
     if recipe and plan:
-        best = planned(recipe, plan)
-        left = best.accumulation / plan.accumulation
         sent = arithmetic.traffic(
             recipe.model,
             precision=plan.precision,
@@ -147,10 +145,11 @@ def communication(observed: Observed) -> list[Finding]:
         )
         received_mib, bandwidth = sent.total / 2**20, sent.total / wait_s / 1e9
         passes = f"{plan.accumulation} passes" if plan.accumulation > 1 else "one pass"
-    least, how = FASTER_LINK, "gloo" if plan and plan.hardware.kind != "cuda" else ""
+    part, how = FASTER_LINK, "gloo" if plan and plan.hardware.kind != "cuda" else ""
     if late:
-        least, how = min(1.0, late.waited / share), "late"
-    elif left < 1:
-        least, how = 1 - left, "fewer_passes"
-    saves = least * share, share
+        part, how = min(1.0, late.waited / share), "late"
+    elif recipe and plan and (best := planned(recipe, plan)).accumulation < plan.accumulation:
+        left = best.accumulation / plan.accumulation
+        part, how = 1 - left, "fewer_passes"
+    saves = part * share, share
     return found("communication", locals(), how)
