@@ -2,6 +2,7 @@
 measuring against numpy."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -629,3 +630,19 @@ def test_everything_but_measuring_runs_without_torch():
         " t.GpuTelemetry(0).read() if not facts.gpus else None;sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_bytecode_that_is_not_kept_is_said(tmp_path, monkeypatch):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("")
+    kept = Path(importlib.util.cache_from_source(str(tmp_path / "torch" / "__init__.py")))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert f"compileall -q {tmp_path / 'torch'}`" in facts_module.slow_import()
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert facts_module.slow_import() is None
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    kept.parent.mkdir()
+    kept.touch()
+    assert facts_module.slow_import() is None

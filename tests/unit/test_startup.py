@@ -1,12 +1,18 @@
 """Where the time before the first update went, on a clock of the test's; and what a start need not import."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock, call, patch
 
 import pytest
 
+from redline.machine import wake
 from redline.record import startup
+from redline.train.execution import keep_kernels
+from redline.train.process import hash_triton
 
 
 def test_parts_add_up_and_end_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +43,42 @@ def test_a_run_on_one_process_imports_neither_the_compiler_nor_sharding(tmp_path
         [sys.executable, "-c", TRAIN, tmp_path], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_compiled_is_kept_in_our_cache_unless_the_user_says_where(tmp_path: Path) -> None:
+    kept = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    with patch.dict(os.environ, REDLINE_CACHE=str(tmp_path)):
+        for name in kept:
+            os.environ.pop(name, None)
+        keep_kernels()
+        assert all(Path(os.environ[name]).is_relative_to(tmp_path) for name in kept)
+    theirs = dict.fromkeys(kept, "/somewhere/else")
+    with patch.dict(os.environ, theirs, REDLINE_CACHE=str(tmp_path)):
+        keep_kernels()
+        assert {name: os.environ[name] for name in kept} == theirs
+
+
+def test_triton_hashes_itself_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = SimpleNamespace(triton_key=Mock())
+    for name in ("triton", "triton.runtime"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", cache)
+    hash_triton()
+    assert cache.triton_key.call_count == 1
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace())
+    hash_triton()
+
+
+def test_a_gpu_that_does_not_wake_up_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    driver = Mock(**{"cuInit.return_value": 0, "cuDeviceGet.return_value": 0})
+    monkeypatch.setattr(wake.ctypes, "CDLL", lambda name: driver)
+    wake.wake_gpu(1).join()
+    assert driver.cuInit.mock_calls == [call(0)]
+    assert driver.cuDeviceGet.call_args.args[1] == 1
+    assert driver.cuDevicePrimaryCtxRetain.call_count == 1
+    driver.cuDeviceGet.return_value = 101  # no such device
+    wake.wake_gpu(9).join()
+    assert driver.cuDevicePrimaryCtxRetain.call_count == 1
+    monkeypatch.setattr(wake.ctypes, "CDLL", Mock(side_effect=OSError("no such file")))
+    wake.wake_gpu(0).join()

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 
 from redline.cli.options import answer, ceilings_of
-from redline.machine.facts import MachineFacts, read_facts
+from redline.machine.facts import MachineFacts, read_facts, slow_import
 from redline.machine.specs import match_spec
 from redline.machine.store import Ceilings
 from redline.record.units import DASH, format_bytes, format_limit_share
@@ -42,6 +42,8 @@ def print_machine(facts: MachineFacts, ceilings: Ceilings | None) -> None:
         ("packages", packages),
     ]
     show(("", ""), rows, title="Facts")
+    if trouble := slow_import():
+        print(f"note: {trouble}")
     if ceilings is not None:
         _print_ceilings(facts, ceilings)
 

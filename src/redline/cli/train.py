@@ -34,8 +34,9 @@ from redline.launch.processes import (
     under_torchrun,
     with_recovery,
 )
-from redline.machine.facts import read_facts
+from redline.machine.facts import read_facts, slow_import
 from redline.machine.store import cached, forget_if_beaten
+from redline.machine.wake import wake_gpu
 from redline.plan.plan import Plan, from_json, to_json
 from redline.record import startup
 from redline.record.export import ExportedRun, check_names, make_exporters
@@ -147,6 +148,8 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
     nodes = max(1, world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     plan = _plan(options, recipe, world_size, nodes if world_size % nodes == 0 else 1)
     startup.mark("plan")
+    if plan.hardware.kind == "cuda":
+        wake_gpu(int(os.environ.get("LOCAL_RANK", 0)))
     from redline.train.execution import set_allocator
     from redline.train.process import join
 
@@ -161,6 +164,8 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
         startup.mark("device")
         if process.is_first:
             status(describe(recipe, plan, folder))
+            if trouble := slow_import():
+                status(f"note: {trouble}")
         watching = partial(observers_for, options, recipe, plan, folder)
         if recipe.workload == "pretrain" and process.is_first:
             how["progress"] = byte_progress("tokenising")

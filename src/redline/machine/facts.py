@@ -10,9 +10,11 @@ out: host name, user and serial numbers, so that a record can be shared; anythin
 
 import functools
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +84,19 @@ def read_facts() -> MachineFacts:
         os=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
         versions={name: _version(name) for name in _PACKAGES} | {"redline": __version__},
+    )
+
+
+def slow_import() -> str | None:
+    """Why `import torch` takes long every time, and what to do; None where Python keeps what it compiles."""
+    torch = importlib.util.find_spec("torch")
+    if not sys.dont_write_bytecode or torch is None or torch.origin is None:
+        return None
+    if torch.cached is None or os.path.exists(torch.cached):
+        return None
+    return (
+        "PYTHONDONTWRITEBYTECODE is set and torch has no bytecode, so every start compiles its sources again (6 s on the"
+        f" host of an H200): unset it, or run `python -m compileall -q {Path(torch.origin).parent}` once"
     )
 
 

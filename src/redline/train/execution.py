@@ -72,18 +72,20 @@ def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:
 
 
 def keep_kernels() -> None:
-    """Have torch keep what it compiles in our cache folder: /tmp, its default, may not outlive the machine. Its key knows
-    nothing of ATEN_CPU_CAPABILITY. A user's own setting wins; a folder that cannot be made costs only the keeping."""
+    """Have torch and Triton keep what they compile in our cache folder: torch's default, /tmp, may not outlive the machine.
+    Its key knows nothing of ATEN_CPU_CAPABILITY. A user's own setting wins; a folder that cannot be made costs only the
+    keeping."""
     folder = cache_folder() / f"kernels{os.environ.get('ATEN_CPU_CAPABILITY', '')}"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        os.environ.setdefault("TRITON_CACHE_DIR", f"{os.environ['TORCHINDUCTOR_CACHE_DIR']}/triton")
 
 
 def equip(model: Transformer, plan: Plan, *, longest: int = 0) -> None:
     """Have the model compute as the plan says. `longest`: passes are packed rows, each of another number of tokens, in
     sequences of no more than these."""
-    if plan.compile != "off":
+    if plan.compile != "off" or plan.hardware.kind == "cuda":
         keep_kernels()
     model.compute_dtype, model.cross_entropy = COMPUTE_DTYPE[plan.precision], plan.cross_entropy
     model.loss_chunks = plan.loss_chunks

@@ -17,9 +17,10 @@ model's objects alone (docs/decisions.md).
 import json
 import os
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -83,6 +84,7 @@ def join(kind: str) -> Iterator[Process]:
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
+        threading.Thread(target=hash_triton, daemon=True).start()
         if not torch.cuda.is_available():
             raise MachineError(
                 "the plan is for a GPU and torch sees no CUDA device: plan again here, or check the driver"
@@ -96,6 +98,15 @@ def join(kind: str) -> Iterator[Process]:
         yield Process(rank, world_size, device)
     finally:
         dist.destroy_process_group()
+
+
+def hash_triton() -> None:
+    """Triton hashes itself, 0.36 s of mostly one large library, before it looks up its first kernel, and remembers the
+    result. In a thread that passes while the GPU wakes up and the data is opened."""
+    with suppress(ImportError):  # no Triton, or one that keeps it elsewhere
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def exchange(message: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
