@@ -1,5 +1,6 @@
 """Where the time before the first update went, on a clock of the test's; and what a start need not import."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -26,6 +27,15 @@ def test_parts_add_up_and_end_with_the_command(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(KeyError), startup.watched():
         raise KeyError
     assert not startup.underway(), "a command that failed leaves nothing to the next run of the process"
+
+
+def test_the_collector_is_off_during_imports_and_then_as_before() -> None:
+    with startup.importing():
+        assert not gc.isenabled()
+        with startup.importing():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 TRAIN = """

@@ -150,11 +150,12 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
     startup.mark("plan")
     if plan.hardware.kind == "cuda":
         wake_gpu(int(os.environ.get("LOCAL_RANK", 0)))
-    from redline.train.execution import set_allocator
-    from redline.train.process import join
-
     module, name = RUNS[recipe.workload]
-    run = getattr(import_module(module), name)  # each imports what only it needs
+    with startup.importing():
+        from redline.train.execution import set_allocator
+        from redline.train.process import join
+
+        run = getattr(import_module(module), name)  # each imports what only it needs
     startup.mark("import")
     set_allocator(plan)
     with join(plan.hardware.kind) as alone:

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from redline.errors import MachineError, need
 from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Plan
 from redline.plan.values import NEEDED_CAPABILITY
+from redline.record import startup
 from redline.record.files import cache_folder
 from redline.train.process import Process, shard
 
@@ -90,6 +92,9 @@ def equip(model: Transformer, plan: Plan, *, longest: int = 0) -> None:
     model.compute_dtype, model.cross_entropy = COMPUTE_DTYPE[plan.precision], plan.cross_entropy
     model.loss_chunks = plan.loss_chunks
     model.longest = longest if plan.compile != "off" else 0
+    if plan.compile != "off":
+        with startup.importing():
+            import_module("torch._inductor.compile_fx")  # else the first update would
     for block in model.blocks:
         block.recompute = plan.recompute
         if plan.compile != "off":
