@@ -284,6 +284,46 @@ def test_slots_are_refilled_at_once(model):
         assert engine.stats.decode_steps < lengths.sum() / 6 * 1.35
 
 
+def test_looks_are_half_as_frequent_once_every_request_has_its_slots(model, monkeypatch):
+    sampling = Sampling(temperature=1.0, max_new_tokens=1 + 5 * STEPS)
+    rounds = []
+    with make(model, slots=4, max_new_tokens=sampling.max_new_tokens) as engine:
+        launch = engine.decoder.launch
+        monkeypatch.setattr(
+            engine.decoder, "launch", lambda at, **how: rounds.append(how["steps"]) or launch(at, **how)
+        )
+        assert len(list(engine.run(Request(prompt=p, sampling=sampling) for p in PROMPTS[:4]))) == 4
+    assert rounds == [STEPS, 2 * STEPS, 2 * STEPS], "the first could not know that no request follows"
+
+
+def test_a_step_while_the_host_looks_changes_no_text(model):
+    """Samples that end by their length, by a token, by a string, in that step and in others, with refilled slots."""
+    requests = [
+        Request(
+            prompt=p,
+            samples=4,
+            tag=i,
+            sampling=Sampling(
+                temperature=1.0,
+                max_new_tokens=1 + (7 * i + STEPS) % 40,
+                stop_strings=(" 7", " 2 1") if i % 2 else (),
+            ),
+        )
+        for i, p in enumerate(PROMPTS)
+    ]
+    found, steps = [], []
+    for goes_on in (False, True):
+        with make(model, slots=12, eos_ids=(5,)) as engine:
+            engine.decoder.goes_on = goes_on
+            found.append(by_sample(engine.run(requests)))
+            steps.append(engine.stats.decode_steps)
+    assert {k: (c.tokens, c.text, c.finish) for k, c in found[0].items()} == {
+        k: (c.tokens, c.text, c.finish) for k, c in found[1].items()
+    }
+    assert {c.finish for c in found[0].values()} == {"stop", "length"}
+    assert steps[0] != steps[1], "steps were added"
+
+
 def test_requests_are_asked_for_only_when_there_is_room(model):
     taken, done = [], 0
 

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +75,7 @@ class Tokenizer:
     def decode(self, ids: list[int]) -> str:
         return self._inner.decode(ids, skip_special_tokens=False)
 
-    def decode_batch(self, texts: list[list[int]]) -> list[str]:
+    def decode_batch(self, texts: Sequence[Sequence[int]]) -> list[str]:
         """`decode` for each, on Rust threads."""
         return self._inner.decode_batch(texts, skip_special_tokens=False)
 

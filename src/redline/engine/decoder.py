@@ -3,6 +3,7 @@
     decoder.read(ids, places)                       # prompts, once each
     decoder.start(starts)                           # samples take slots and get their first token
     round_ = decoder.launch(slots, steps=8, ...)    # returns before the GPU is done
+    decoder.go_on()                                 # a further step, while the host looks at the round
     counts, going, tokens, logprobs = round_.wait() # numpy, a row for each slot
 
 A decode step is one CUDA graph for each batch size in use, captured the first time; on a CPU it runs operation by
@@ -12,6 +13,7 @@ operation. Only `wait` waits for the device.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +26,7 @@ from redline.engine.forward import Forward
 from redline.engine.request import Sampling
 from redline.engine.state import STOP_IDS, make_slots
 from redline.engine.uniform import uniforms
+from redline.errors import ConfigError
 from redline.model.attention.state import Room
 from redline.model.transformer import Transformer
 
@@ -41,10 +44,11 @@ class Start:
     """Samples of one prompt that take slots."""
 
     slots: list[int]
-    integers: np.ndarray
-    """What `Decoder.describe` says of their request."""
-    floats: np.ndarray
-    filtered: bool
+    prompt: int
+    prompt_len: int
+    limit: int
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
     seed: int
     first_sample: int
     """The number of the sample in the first of the slots; the others follow."""
@@ -79,6 +83,9 @@ class Decoder:
         self.ops = _operations(self.device)
         self.cuda = self.graphs = self.device.type == "cuda"
         """Whether a decode step is a CUDA graph; off only to measure what it is worth."""
+        self.goes_on = self.cuda
+        """Whether a further step hides the host's look at a round; a CPU would only lose time by it."""
+        self._last = 0, False
         self._rows = torch.full((room.slots,), self.slots.spare, dtype=torch.int32, device=self.device)
         self._captured: dict[tuple[int, bool], Any] = {}
         self._reads: dict[torch.Size, Any] = {}
@@ -92,13 +99,16 @@ class Decoder:
         if few:
             longest = min(-(-longest // GRAPH_STEP) * GRAPH_STEP, self.max_prompt_tokens)
         tokens = np.zeros((len(ids), longest), dtype=np.int64)
-        for row, prompt in enumerate(ids):
-            tokens[row, : len(prompt)] = prompt
         at, lengths = np.array(places, np.int32), np.array([len(prompt) for prompt in ids], np.int32)
-        given = self._tensor(tokens), self._tensor(at), self._tensor(lengths)
-        if few and self._read_again(given):
+        given = np.fromiter(chain.from_iterable(ids), np.int64)
+        tokens[np.arange(longest) < lengths[:, None]] = given
+        low, high, vocab = given.min(), given.max(), self.vocab_size
+        if not 0 <= low <= high < vocab:
+            raise ConfigError(f"token ids must lie below the vocabulary of {vocab}, got {low} to {high}")
+        prompts = self._tensor(tokens), self._tensor(at), self._tensor(lengths)
+        if few and self._read_again(prompts):
             return
-        self.forward.prefill(*given)
+        self.forward.prefill(*prompts)
 
     def _read_again(self, given: tuple[Tensor, ...]) -> bool:
         """Read by a CUDA graph, if prompts of this shape were read before."""
@@ -117,40 +127,30 @@ class Decoder:
         graph.replay()
         return True
 
-    def describe(
-        self, *, prompt: int, prompt_len: int, limit: int, sampling: Sampling, stop_ids: Sequence[int]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """What a sample's slot needs, except its random numbers, as rows of integers and floats."""
-        integers = np.full(len(_INTEGERS) + STOP_IDS, -1, dtype=np.int32)
-        top_k = min(sampling.top_k or self.vocab_size, self.vocab_size)
-        integers[: len(_INTEGERS)] = (prompt, prompt_len, 0, limit, 0, 1, top_k)
-        integers[len(_INTEGERS) : len(_INTEGERS) + len(stop_ids)] = stop_ids
-        return integers, np.array([sampling.temperature, sampling.top_p], dtype=np.float32)
-
     def start(self, starts: Sequence[Start]) -> None:
         """Write what the samples need into their slots (two copies to the device, scattered there) and choose
         their first tokens."""
-        sizes = np.array([len(one.slots) for one in starts])
-        integers, floats = (
-            np.repeat(np.stack([getattr(one, name) for one in starts]), sizes, axis=0)
-            for name in ("integers", "floats")
-        )
-        seeds, first = (
-            np.repeat(np.array([getattr(one, name) for one in starts], np.int64), sizes)
-            for name in ("seed", "first_sample")
-        )
-        samples = first + np.arange(len(first)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        floats = np.concatenate([floats, uniforms(seeds, samples, self.max_new_tokens)], axis=1)
+        vocab, sizes = self.vocab_size, np.array([len(one.slots) for one in starts])
+        integers = [
+            (one.prompt, one.prompt_len, 0, one.limit, 0, 1, min(one.sampling.top_k or vocab, vocab))
+            + one.stop_ids + (-1,) * (STOP_IDS - len(one.stop_ids))
+            for one in starts
+        ]  # fmt: skip
+        floats = [(one.sampling.temperature, one.sampling.top_p) for one in starts]
+        whose = np.repeat(np.arange(len(starts)), sizes)
+        seeds, first = np.array([(one.seed, one.first_sample) for one in starts], np.int64)[whose].T
+        samples = first + np.arange(len(first)) - (np.cumsum(sizes) - sizes)[whose]
+        random = uniforms(seeds, samples, self.max_new_tokens)
         rows = self._tensor(np.array([slot for one in starts for slot in one.slots], np.int32))
-        slots, at, ints = self.slots, rows.long(), self._tensor(integers)
-        reals = self._tensor(floats).to(slots.uniform.dtype)
+        slots, at, ints = self.slots, rows.long(), self._tensor(np.array(integers, np.int32)[whose])
+        reals = self._tensor(np.concatenate([np.array(floats, np.float32)[whose], random], axis=1))
         for name, column in zip(_INTEGERS, ints[:, : len(_INTEGERS)].unbind(1), strict=True):
             getattr(slots, name)[at] = column
         slots.stop_ids[at] = ints[:, len(_INTEGERS) :]
         slots.temperature[at], slots.top_p[at], slots.uniform[at] = reals[:, 0], reals[:, 1], reals[:, 2:]
         prompts = ints[:, 0].long()
         self.forward.state.start(at, prompts)
-        self._pick(slots.prompt_logits_PV[prompts], rows, any(one.filtered for one in starts))
+        self._pick(slots.prompt_logits_PV[prompts], rows, any(filters(one.sampling) for one in starts))
 
     def stop(self, slots: Sequence[int]) -> None:
         """No more tokens for these slots."""
@@ -162,6 +162,7 @@ class Decoder:
         rows = np.full(batch, self.slots.spare, dtype=np.int32)
         rows[: len(slots)] = slots
         self._rows[:batch].copy_(self._tensor(rows))
+        self._last = batch, filtered
         for _ in range(steps):
             self._step(batch, filtered)
         at, state = self._rows[: len(slots)].long(), self.slots
@@ -174,6 +175,10 @@ class Decoder:
         done = torch.cuda.Event()
         done.record()
         return Round(copies, done)
+
+    def go_on(self) -> None:
+        """A further step for the slots of the last round, whose copies do not show it."""
+        self._step(*self._last)
 
     def batch_size(self, rows: int) -> int:
         """Rows that a step computes: there are graphs for powers of two from SMALLEST_BATCH, and for all slots."""

@@ -4,7 +4,8 @@
         for completion in engine.run(requests): ...
 
 Each prompt is read once and its samples share it. The host looks at the slots only every STEPS tokens: it takes out
-what has ended, refills the slots, launches the next round, and turns tokens into text while that runs.
+what has ended, refills the slots, launches the next round, and turns tokens into text while that runs. A GPU has
+a further step to compute while the host looks, or the next prompts to read.
 
 A sample's random numbers depend only on its seed and number. Its logits can differ in their last bits with the batch
 size (cuBLAS takes another kernel for another size), and a near tie may then go the other way: rarely in fp32, often
@@ -17,7 +18,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -35,8 +36,8 @@ from redline.model.transformer import Transformer
 from redline.plan.planner import GENERATION_SHARE, MOST_SLOTS
 
 STEPS = 8
-"""Tokens between two looks at the slots. A sample that ends is idle for half of them on average; a look costs the GPU
-some 0.3 ms. Once nothing waits for a slot, looks are half as frequent."""
+"""Tokens between two looks at the slots. A sample that ends is idle for half of them on average; a look takes the
+host some 0.3 ms. Once nothing waits for a slot, looks are half as frequent."""
 STREAM_STEPS = 2
 """The same for a stream."""
 AHEAD = 8
@@ -80,10 +81,6 @@ class _Asked:
     stops: tuple[int, ...]
     prompt: int
     """Its place in the pool."""
-    integers: np.ndarray
-    floats: np.ndarray
-    """What its samples' slots need to know."""
-    filtered: bool
     started: int = 0
     running: int = 0
 
@@ -94,17 +91,8 @@ class _Sample:
 
     asked: _Asked
     number: int
-    tokens: np.ndarray
-    logprobs: np.ndarray
-
-    @property
-    def spoken(self) -> np.ndarray:
-        """The tokens without the one that ended them."""
-        stopped = len(self.tokens) and int(self.tokens[-1]) in self.asked.stops
-        return self.tokens[:-1] if stopped else self.tokens
-
-
-_NOTHING = np.zeros(0, dtype=np.int32)
+    tokens: np.ndarray = field(init=False)
+    logprobs: np.ndarray = field(init=False)
 
 
 class LocalEngine:
@@ -142,8 +130,8 @@ class LocalEngine:
         self._cut: list[int] = []
         """Slots whose sample ended with a stop string, which the device does not know yet."""
         # arrays, because at 2,048 slots a loop in every round would take longer than a decode step
-        self._prompt_of, self._limit, self._left = (np.zeros(capacity, np.int64) for _ in range(3))
-        self._filtered, self._watched = np.zeros(capacity, bool), np.zeros(capacity, bool)
+        self._known = np.zeros((4, capacity), np.int64)
+        self._prompt_of, self._left, self._filtered, self._watched = self._known
         self._abandon()
 
     def __enter__(self) -> Self:
@@ -191,16 +179,18 @@ class LocalEngine:
                 "the model's adapters are not merged into its weights: generate inside `with"
                 " redline.model.lora.merged(model)`"
             )
-        feed = iter(requests)
+        feed, more = iter(requests), True
         began_s = time.perf_counter()
         try:
             while True:
-                more = self._admit(feed, len(self._free))
+                more = more and self._admit(feed, len(self._free))
                 self._start()
                 if self._open:
                     slots, round_ = self._launch(usual if more or self._waiting else 2 * usual)
-                    if more:
-                        self._admit(feed, self._ahead)  # the round runs, and these prompts are read behind it
+                    asked = self.stats.requests
+                    more = more and self._admit(feed, self._ahead)  # prompts that are read behind the round
+                    if self.stats.requests == asked:
+                        self._go_on(slots)
                     yield from self._completions()
                     tokens = self._take_out(slots, round_)
                     if tell is not None:
@@ -235,30 +225,25 @@ class LocalEngine:
         """The request as the device will see it, or why it cannot."""
         given, sampling, room = request.prompt, request.sampling, self.room
         ids = tuple(self.tokenizer.encode_prompt(given)) if isinstance(given, str) else given
-        n, context, vocab = len(ids), self.model.config.context_length, self.model.config.vocab_size
-        wanted, most, most_new = sampling.max_new_tokens, room.max_prompt_tokens, room.max_new_tokens
+        n, context = len(ids), self.model.config.context_length
+        wanted, most, new = sampling.max_new_tokens, room.max_prompt_tokens, room.max_new_tokens
         stops = tuple(dict.fromkeys((*self.eos_ids, *sampling.stop_ids)))
-        low, high = min(ids, default=0), max(ids, default=0)
-        known = 0 <= low <= high < vocab
-        for holds, rule in (
+        for holds, rule, *got in (
             (n > 0, "a prompt must hold at least one token, and this one is empty"),
-            (known, f"token ids must lie below the vocabulary of {vocab}, got {low} to {high}"),
-            (n < context, f"a prompt has {n} tokens, and the model's context holds {context}: shorten it"),
-            (n <= most, f"a prompt has {n} tokens; the engine was made for {most}"),
-            (wanted <= most_new, f"a request wants {wanted} new tokens; the engine was made for {most_new}"),
+            (n < context, "a prompt has {} tokens, and the model's context holds {}: shorten it", n, context),
+            (n <= most, "a prompt has {} tokens; the engine was made for {}", n, most),
+            (wanted <= new, "a request wants {} new tokens; the engine was made for {}", wanted, new),
             (
                 len(stops) <= STOP_IDS,
-                f"at most {STOP_IDS} stop tokens, including the model's own; got {stops}",
+                "at most {} stop tokens, including the model's own; got {}",
+                STOP_IDS,
+                stops,
             ),
         ):
             if not holds:
-                raise ConfigError(rule)
+                raise ConfigError(rule.format(*got))
         self.stats.requests += 1
-        limit, prompt = min(wanted, context - n), self._free_prompts.pop()
-        integers, floats = self.decoder.describe(
-            prompt=prompt, prompt_len=n, limit=limit, sampling=sampling, stop_ids=stops
-        )
-        return _Asked(request, ids, limit, stops, prompt, integers, floats, filters(sampling))
+        return _Asked(request, ids, min(wanted, context - n), stops, self._free_prompts.pop())
 
     def _read(self, fresh: Sequence[_Asked]) -> None:
         """Read new prompts, those of similar length together."""
@@ -281,24 +266,25 @@ class LocalEngine:
         if self._cut:
             self.decoder.stop(self._cut)
             self._cut = []
-        starts = []
+        starts, at, known = [], [], []
         while self._free and self._waiting:
             asked = self._waiting[0]
-            request, first = asked.request, asked.request.first_sample + asked.started
+            request, sampling = asked.request, asked.request.sampling
+            first, watched = request.first_sample + asked.started, bool(sampling.stop_strings)
             slots = [self._free.pop() for _ in range(min(len(self._free), request.samples - asked.started))]
-            starts.append(Start(slots, asked.integers, asked.floats, asked.filtered, request.seed, first))
-            self._open |= {
-                slot: _Sample(asked, first + i, _NOTHING, _NOTHING) for i, slot in enumerate(slots)
-            }
-            self._prompt_of[slots], self._limit[slots] = asked.prompt, asked.limit
-            self._left[slots] = asked.limit - 1
-            self._filtered[slots], self._watched[slots] = asked.filtered, bool(request.sampling.stop_strings)
+            facts = asked.prompt, len(asked.ids), asked.limit, sampling, asked.stops
+            starts.append(Start(slots, *facts, request.seed, first))
+            for number, slot in enumerate(slots, first):
+                self._open[slot] = _Sample(asked, number)
+            at += slots
+            known += [(asked.prompt, asked.limit - 1, filters(sampling), watched)] * len(slots)
             asked.started += len(slots)
             asked.running += len(slots)
             if asked.started == request.samples:
                 self._waiting.popleft()
         if starts:
             self.decoder.start(starts)
+            self._known[:, at] = np.transpose(known)
 
     # ---- a round ----
 
@@ -307,22 +293,37 @@ class LocalEngine:
         # samples side by side share their prompt's keys and values
         slots = slots[np.argsort(self._prompt_of[slots], kind="stable")]
         steps, filtered = min(most_steps, int(self._left[slots].max())), bool(self._filtered[slots].any())
+        self._count(slots, steps)
+        return slots, self.decoder.launch(slots, steps=steps, filtered=filtered)
+
+    def _go_on(self, slots: np.ndarray) -> None:
+        """A further step if any sample may need it: else the device is idle while the host looks at the round."""
+        if self.decoder.goes_on and self._left[slots].max() > 0:
+            self._count(slots, 1)
+            self.decoder.go_on()
+
+    def _count(self, slots: np.ndarray, steps: int) -> None:
+        self._left[slots] -= steps
         self.stats.decode_steps += steps
         self.stats.slot_steps += steps * self.decoder.batch_size(len(slots))
-        return slots, self.decoder.launch(slots, steps=steps, filtered=filtered)
 
     def _take_out(self, slots: np.ndarray, round_: Round) -> list[int]:
         """Wait for the round and free the slots of the samples that have ended; returns the first one's tokens."""
         counts, going, tokens, logprobs = round_.wait()
-        self._left[slots] = self._limit[slots] - counts
         cut = self._holds_stop_string(slots, counts, going, tokens)
-        for row in np.flatnonzero((going == 0) | cut).tolist():
-            slot, count = int(slots[row]), int(counts[row])
-            sample = self._open[slot]
+        self._cut += slots[cut].tolist()
+        ended = np.flatnonzero((going == 0) | cut)
+        for row, slot, count in zip(*(a.tolist() for a in (ended, slots[ended], counts[ended])), strict=True):
+            sample = self._open.pop(slot)
             sample.tokens, sample.logprobs = tokens[row, :count], logprobs[row, :count]
-            self._end(slot)
-            if cut[row]:
-                self._cut.append(slot)
+            self._ended.append(sample)
+            self._free.append(slot)
+            sample.asked.running -= 1
+            if sample.asked.running == 0 and sample.asked.started == sample.asked.request.samples:
+                self._free_prompts.append(sample.asked.prompt)
+        new_tokens = int(counts[ended].sum())
+        self.stats.new_tokens += new_tokens
+        self.stats.open_steps += new_tokens - len(ended)  # the first came from the prompt
         first: list[int] = tokens[0, : counts[0]].tolist()
         return first
 
@@ -335,7 +336,7 @@ class LocalEngine:
         if not len(rows):
             return found
         stops = [self._open[slot].asked.request.sampling.stop_strings for slot in slots[rows].tolist()]
-        # a token has at least one byte and a round at most 2 * STEPS tokens: the text before was searched already
+        # a token has at least one byte, and 2 * STEPS + 1 came since the last look: the text before was searched
         width = 2 * STEPS + max(len(stop.encode()) for own in set(stops) for stop in own)
         begin = np.maximum(0, counts[rows] - width)
         places = begin[:, None] + np.arange(width)
@@ -358,31 +359,22 @@ class LocalEngine:
             self._beginnings[characters] = np.array([any(c in text for c in wanted) for text in texts])
         return self._beginnings[characters]
 
-    def _end(self, slot: int) -> None:
-        sample = self._open.pop(slot)
-        asked = sample.asked
-        self._free.append(slot)
-        self._ended.append(sample)
-        self.stats.new_tokens += len(sample.tokens)
-        self.stats.open_steps += len(sample.tokens) - 1  # the first came from the prompt
-        asked.running -= 1
-        if asked.running == 0 and asked.started == asked.request.samples:
-            self._free_prompts.append(asked.prompt)
-
     # ---- what has ended ----
 
     def _completions(self) -> Iterator[Completion]:
         """Turn what has ended into text."""
         ended, self._ended = self._ended, []
-        texts = self.tokenizer.decode_batch([sample.spoken.tolist() for sample in ended]) if ended else []
-        for sample, text in zip(ended, texts, strict=True):
+        # tuples early: the garbage collector visits lists of numbers again and again
+        tokens = [tuple(sample.tokens.tolist()) for sample in ended]
+        stopped = [own[-1] in sample.asked.stops for own, sample in zip(tokens, ended, strict=True)]
+        spoken = [own[:-1] if stop else own for own, stop in zip(tokens, stopped, strict=True)]
+        texts = self.tokenizer.decode_batch(spoken) if ended else []
+        for sample, own, stop, text in zip(ended, tokens, stopped, texts, strict=True):
             self.stats.completions += 1
-            yield self._completion(sample, text)
+            yield self._completion(sample, own, "stop" if stop else "length", text)
 
-    def _completion(self, sample: _Sample, text: str) -> Completion:
-        request = sample.asked.request
-        tokens, logprobs = tuple(sample.tokens.tolist()), tuple(sample.logprobs.tolist())
-        finish: Finish = "stop" if len(sample.spoken) < len(tokens) else "length"
+    def _completion(self, sample: _Sample, tokens: tuple[int, ...], finish: Finish, text: str) -> Completion:
+        request, logprobs = sample.asked.request, tuple(sample.logprobs.tolist())
         places = [at for stop in request.sampling.stop_strings if (at := text.find(stop)) >= 0]
         if places:
             kept = self._tokens_to_stop(sample)

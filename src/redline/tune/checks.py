@@ -400,11 +400,8 @@ def generation_graphs(model: Transformer) -> Check:
     room = Room(slots=8, prompts=8, max_prompt_tokens=16, max_new_tokens=16)
     decoder = Decoder(model, room, whole_batch=False)
     decoder.read([[1, 2, 3, 4]], [0])
-    integers, floats = decoder.describe(
-        prompt=0, prompt_len=4, limit=16, sampling=Sampling(max_new_tokens=16), stop_ids=()
-    )
     two = np.arange(2)  # one row alone has kernels of its own, which are no blocks (engine/one_row)
-    decoder.start([Start([0, 1], integers, floats, filtered=False, seed=0, first_sample=0)])
+    decoder.start([Start([0, 1], 0, 4, 16, Sampling(max_new_tokens=16), (), seed=0, first_sample=0)])
     try:
         decoder.launch(two, steps=2, filtered=False).wait()  # captures
     except RuntimeError as error:  # what waits for the host cannot be captured
