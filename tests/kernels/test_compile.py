@@ -142,7 +142,7 @@ def compile_all(capability: int) -> Compiled:
     with patch("torch.cuda.get_device_capability", return_value=divmod(capability, 10)):
         overlap = kernels.overlap.__wrapped__(torch.device("cuda"))
     with pytest.MonkeyPatch.context() as monkeypatch, compiling(capability) as compiled:
-        for module in (choice, one_row, cache_kernels):
+        for module in (choice, one_row, cache_kernels, kernels):
             monkeypatch.setattr(module, "overlap", lambda device: overlap)
         for launch in LAUNCHES[capability]:
             launch()

@@ -19,6 +19,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_wait
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
@@ -36,7 +37,7 @@ def add_rms_norm(x: Tensor, y: Tensor | None, weight_D: Tensor, eps: float) -> T
     width, out = x.shape[-1], torch.empty_like(x)
     _add_rms_norm[(x.numel() // width,)](
         x, x if y is None else y, x, weight_D, out, width, eps,
-        ADD=y is not None, BLOCK=triton.next_power_of_2(width), num_warps=4,
+        ADD=y is not None, BLOCK=triton.next_power_of_2(width), num_warps=4, **overlap(x.device),
     )  # fmt: skip
     return out
 
@@ -54,7 +55,7 @@ class _SumRmsNorm(torch.autograd.Function):
         total, out = torch.empty_like(x), torch.empty_like(x)
         _add_rms_norm[(x.numel() // width,)](
             x, y, total, weight_D, out, width, eps,
-            ADD=True, BLOCK=triton.next_power_of_2(width), num_warps=4,
+            ADD=True, BLOCK=triton.next_power_of_2(width), num_warps=4, OVERLAP=False,
         )  # fmt: skip
         ctx.save_for_backward(total, weight_D)
         ctx.eps = eps
@@ -100,11 +101,15 @@ if triton is not None:
 
     @triton.jit
     def _add_rms_norm(
-        x_ptr, y_ptr, sum_ptr, weight_ptr, out_ptr, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
-    ):
+        x_ptr, y_ptr, sum_ptr, weight_ptr, out_ptr, width, eps,
+        ADD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         at = tl.arange(0, BLOCK)
         inside = at < width
+        weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if OVERLAP:
+            gdc_wait()
         x = tl.load(x_ptr + row * width + at, mask=inside, other=0.0)
         if ADD:
             y = tl.load(y_ptr + row * width + at, mask=inside, other=0.0)
@@ -112,7 +117,6 @@ if triton is not None:
             tl.store(sum_ptr + row * width + at, x, mask=inside)
         full = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(full * full) / width + eps)
-        weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(
             out_ptr + row * width + at, (full * scale * weight).to(out_ptr.dtype.element_ty), mask=inside
         )
