@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from redline.train.optimizer import AdamW
 from redline.train.packed import ExampleBatch, Packed, Shape, pack
 from redline.train.step import Learner, Pass, Update, update
 from redline.train.workspace import Workspace, workspace_of
@@ -108,7 +109,7 @@ class Captured:
             for _ in range(2):
                 spare = torch.nn.Parameter(torch.zeros(8, device=self.buffer.device))
                 spare.grad = torch.zeros_like(spare)
-                in_its_place = torch.optim.AdamW([spare], lr=self.lr, fused=True)
+                in_its_place = AdamW([spare], lr=self.lr, fused=True)
                 self._update(replace(self.learner, optimizers=[in_its_place]), shape)
                 self.learner.model.zero_grad(set_to_none=True)
         torch.cuda.current_stream().wait_stream(stream)
