@@ -50,11 +50,10 @@ def named(name: str) -> Trainer:
 def recognise(text: str) -> Trainer:
     """The trainer whose marks a log bears; one without a name where it bears none."""
     text = HEAD["no_number"].sub(" ", text)
-    marks = {name: entry["recognise"] for name, entry in table("trainers").items()}
-    hits = (
-        name for name, each in marks.items() if any(compiled(f"(?im){mark}").search(text) for mark in each)
-    )
-    return named(next(hits, ""))
+    for name, entry in table("trainers").items():
+        if any(compiled(f"(?im){mark}").search(text) for mark in entry["recognise"]):
+            return named(name)
+    return named("")
 
 
 def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
