@@ -143,7 +143,8 @@ class Decoder:
         random = uniforms(seeds, samples, self.max_new_tokens)
         rows = self._tensor(np.array([slot for one in starts for slot in one.slots], np.int32))
         slots, at, ints = self.slots, rows.long(), self._tensor(np.array(integers, np.int32)[whose])
-        reals = self._tensor(np.concatenate([np.array(floats, np.float32)[whose], random], axis=1))
+        numbers = np.concatenate([np.array(floats, np.float32)[whose], random], axis=1)
+        reals = self._tensor(numbers).to(slots.uniform.dtype)
         for name, column in zip(_INTEGERS, ints[:, : len(_INTEGERS)].unbind(1), strict=True):
             getattr(slots, name)[at] = column
         slots.stop_ids[at] = ints[:, len(_INTEGERS) :]
