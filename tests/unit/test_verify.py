@@ -77,6 +77,7 @@ def failed(found: dict[str, Check]) -> set[str]:
         ("plan.attention=math", "plan.update=loop", "plan.recompute=full"),
         ("plan.precision=fp8",),
         ("plan.cross_entropy=fp8", "plan.loss_chunks=2"),
+        ("plan.cross_entropy=fp8", "plan.precision=bf16"),
         ("plan.precision=fp16",),
         ("plan.recompute=selective", "plan.loss_chunks=3", "plan.micro_batch=1"),
         ("train.optimizer=muon", "model.logit_cap=30", "model.value_embeddings=true"),

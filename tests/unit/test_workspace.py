@@ -2,6 +2,8 @@
 everything but the second stream and the kernels is as in a captured update (tests/gpu has those)."""
 
 import copy
+import gc
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -23,10 +25,11 @@ from redline.model.transformer import Transformer, build_model
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
 from redline.record.run import RunFolder
+from redline.train.graph import Captured
 from redline.train.objective import Eager
 from redline.train.open_run import OpenRun
 from redline.train.optimizer import AdamW, make_optimizers, set_lr
-from redline.train.packed import ExampleBatch, pack_row
+from redline.train.packed import ExampleBatch, Packed, pack_row
 from redline.train.process import Process
 from redline.train.step import BackPropagation, Learner, Update, update
 from redline.train.workspace import HELD, Workspace, workspace_of
@@ -265,15 +268,21 @@ class Stream:
         return self.events
 
 
-def test_what_the_second_stream_reads_is_kept_until_the_first_has_waited_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def with_second_stream(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What both streams are told."""
     log: list[str] = []
     first, second = Stream("first", log), Stream("second", log)
-    workspace = made(learner_of(model_of("lora")))
     monkeypatch.setattr(workspace, "stream", second)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: first)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(log.append(f"on {stream.name}")))
+    return log
+
+
+def test_what_the_second_stream_reads_is_kept_until_the_first_has_waited_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workspace = made(learner_of(model_of("lora")))
+    log = with_second_stream(workspace, monkeypatch)
     inputs = [torch.zeros(()) for _ in range(2 * HELD)]
     waited = 0
     for number, tensor in enumerate(inputs, start=1):
@@ -288,5 +297,35 @@ def test_what_the_second_stream_reads_is_kept_until_the_first_has_waited_for_it(
         assert len(held) < HELD
     log.clear()
     workspace.take_gradients()
-    assert log == ["first waits for second"]
+    assert log == [f"first waits for product {2 * HELD}"]
     assert not workspace.read
+
+
+def test_an_update_that_is_broken_off_leaves_no_work_on_the_second_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A capture ends with an error of its own, in place of the one that broke it off, if a stream has not come back."""
+    workspace = made(learner_of(model_of("lora")))
+    log = with_second_stream(workspace, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError), workspace.in_use():
+        raise torch.OutOfMemoryError("before any product")
+    assert log == []  # a stream that is not being captured must not be waited for in a capture
+    with pytest.raises(torch.OutOfMemoryError), workspace.in_use(), workspace.beside(torch.zeros(())):
+        raise torch.OutOfMemoryError("in a product")
+    assert log[-1] == "first waits for product 1"
+    assert not workspace.read
+
+
+def test_a_captured_update_that_nothing_refers_to_is_freed_at_once() -> None:
+    """With its graphs' memory, which a smaller pass or an engine needs next; a cycle would wait for the collector."""
+    data, learner = examples(), learner_of(model_of("lora"))
+    objective = Packed([data], pass_size=8, batch_size=8, context_length=CONFIG.context_length, static=True)
+    executor = Captured(learner, objective, event=lambda kind, **facts: None)
+    executor.workspace = made(executor.learner)
+    gone = weakref.ref(executor)
+    gc.disable()
+    try:
+        del executor
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -10,7 +10,6 @@ asynchronous copy from page-locked memory.
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,7 @@ class Captured:
     def __init__(self, learner: Learner, objective: Packed, event: Callable[..., None]) -> None:
         self.before_update, self.objective, self.event = learner.before_update, objective, event
         # What is captured must not wait for a checkpoint's copy or record events: both are done around a replay.
-        self.learner = replace(learner, before_update=self._take_gradients, mark=lambda phase: None)
+        self.learner = replace(learner, before_update=lambda: None, mark=lambda phase: None)
         self.workspace: Workspace | None = None
         self.graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Update]] = {}
 
@@ -92,12 +91,11 @@ class Captured:
         return graph, outcome
 
     def _update(self, learner: Learner, shape: Shape) -> Update:
-        with self.workspace.in_use() if self.workspace else nullcontext():
+        if self.workspace is None:
             return update(learner, self._passes(shape), targets=self.targets)
-
-    def _take_gradients(self) -> None:
-        if self.workspace:
-            self.workspace.take_gradients()
+        with self.workspace.in_use():
+            together = replace(learner, before_update=self.workspace.take_gradients)
+            return update(together, self._passes(shape), targets=self.targets)
 
     def _warm_up(self, shape: Shape) -> None:
         """Run it on a spare optimiser first: a capture cannot compile kernels or set up libraries."""

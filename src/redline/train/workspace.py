@@ -82,6 +82,7 @@ class Workspace:
                 layer.place = None
             for norm in self.norms:
                 norm.fused = False
+            self.join()  # for what was broken off: a capture that ended without it would raise that, and hide the cause
 
     @contextmanager
     def beside(self, *read: Tensor) -> Iterator[None]:
@@ -91,19 +92,25 @@ class Workspace:
             return
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
-        with torch.cuda.stream(self.stream):
-            yield
-        # detached: what an update kept of autograd's graph would be met by the next one, on another stream
-        self.read.append((self.stream.record_event(), tuple(tensor.detach() for tensor in read)))
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            # detached: what an update kept of autograd's graph would be met by the next one, on another stream
+            self.read.append((self.stream.record_event(), tuple(tensor.detach() for tensor in read)))
         if len(self.read) == HELD:
             here.wait_event(self.read[HELD // 2 - 1][0])
             del self.read[: HELD // 2]
 
-    def take_gradients(self) -> None:
-        """Wait for the second stream, and give every parameter its gradient."""
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+    def join(self) -> None:
+        """Wait for the second stream, if anything was launched on it."""
+        if self.read:
+            torch.cuda.current_stream().wait_event(self.read[-1][0])
         self.read.clear()
+
+    def take_gradients(self) -> None:
+        """Give every parameter its gradient, when the second stream has them."""
+        self.join()
         self.gradient.mul_(self.scale)
         for p, gradient in zip(self.learned, pieces(self.gradient, self.learned), strict=True):
             assert p.grad is None, "a gradient came another way too"

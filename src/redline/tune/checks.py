@@ -181,7 +181,7 @@ def log_probabilities(gap: Mapping[str, float], answers: int, *, half: bool) -> 
 
 def _precision(case: Case) -> Check:
     name, precision, shares = "precision of matrix products", case.plan.precision, case.in_pass.products
-    if precision == "fp8" and not case.cuda:
+    if case.plan.coarsest == "fp8" and not case.cuda:
         return absent(name, EMULATED)
     promised = {"tf32": "fp32", "fp8": "bf16"}.get(precision, precision)
     share = shares.get(promised, 0.0) + (shares.get("fp8", 0.0) if case.plan.coarsest == "fp8" else 0.0)
