@@ -94,6 +94,24 @@ def test_a_frozen_head_is_not_transposed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert shapes == [(512, 64)], "only the weights'"
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 17, 40, 100])
+def test_all_sides_of_all_products_are_multiples_of_16(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the rows of half a batch: cuBLAS has refused odd ones (pytorch#167882)."""
+    sides: list[int] = []
+    plain = cross_entropy._product
+    monkeypatch.setattr(
+        cross_entropy,
+        "_product",
+        lambda a8, b8, *rest, **named: (sides.extend([*a8.shape, *b8.shape]), plain(a8, b8, *rest, **named))[
+            1
+        ],
+    )
+    its = head_rounding.work(tokens=tokens)
+    run(its.x.float(), its.weight.float(), its.targets)
+    assert sides
+    assert all(side and side % 16 == 0 for side in sides), sides
+
+
 @pytest.mark.numerics
 def test_a_model_stays_within_the_band_of_fp8() -> None:
     """Tied weights, the head in pieces of a number of tokens that is no multiple of 16."""

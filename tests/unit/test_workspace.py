@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from redline.finetune import job_of, train
 from redline.machine.facts import read_facts
 from redline.model.flat import as_one, joined, pieces, zeros_like
 from redline.model.lora import adapters, add_lora, lora_layers
-from redline.model.transformer import Transformer, build_model
+from redline.model.transformer import Norm, Transformer, build_model
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
 from redline.record.run import RunFolder
@@ -219,7 +220,11 @@ def test_a_stopped_run_resumes_to_the_same_bits(before: type[Eager], tmp_path: P
     whole = finetune(unbroken, Switching)
     with RunFolder(tmp_path) as folder:
         finetune(model_of("lora"), before, folder, at=4)  # whose line comes after the fifth
-        rest = finetune(again, InOnePiece, folder)
+        with patch.object(torch, "_fused_adamw_", side_effect=torch._fused_adamw_) as changed:
+            rest = finetune(again, InOnePiece, folder)
+    assert [len(call.args[0]) for call in changed.mock_calls] == [1, 1, 1], (
+        "the moments were read into other memory"
+    )
     assert [line["step"] for line in rest.lines] == [6, 7, 8]
     assert [line["loss"] for line in rest.lines] == [line["loss"] for line in whole.lines[5:]]
     assert joined(list(adapters(again).values())) is not None
@@ -243,9 +248,16 @@ def test_layers_are_on_their_own_where_one_piece_does_not_fit() -> None:
 def test_what_goes_wrong_inside_leaves_the_model_as_it_was() -> None:
     model = model_of("lora")
     workspace = made(learner_of(model))
+    workspace.norms = [module for module in model.modules() if isinstance(module, Norm)]  # as on a GPU
+    with workspace.in_use():
+        assert all(norm.fused for norm in workspace.norms)
+        assert all(layer.place is not None for layer in lora_layers(model).values())
     with pytest.raises(IndexError), workspace.in_use():
         model(torch.tensor([[CONFIG.vocab_size]]))
     assert all(layer.place is None for layer in lora_layers(model).values())
+    assert not any(norm.fused for norm in workspace.norms), (
+        "validation would take the kernel without a backward"
+    )
 
 
 # ---- the second stream ----
@@ -314,6 +326,26 @@ def test_an_update_that_is_broken_off_leaves_no_work_on_the_second_stream(
         raise torch.OutOfMemoryError("in a product")
     assert log[-1] == "first waits for product 1"
     assert not workspace.read
+
+
+def test_nothing_of_autograd_s_graph_outlives_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers take their gradients past autograd, whose leaves then have none. A leaf that was left from the warm-up, on a
+    stream of its own, would be waited for at the end of a captured backward, which CUDA refuses (pytorch#189977)."""
+    learner = learner_of(model_of("lora"))
+    workspace, row = made(learner), pack_row(examples(), ALONE.device)
+    with_second_stream(workspace, monkeypatch)
+    gc.collect()
+    gc.disable()
+    try:
+        with workspace.in_use():
+            update(
+                replace(learner, before_update=workspace.take_gradients),
+                [learner.rule.learn(learner.model, *row)],
+                targets=10.0,
+            )
+        assert not [node for node in gc.get_objects() if type(node).__name__ == "_AdaptedBackward"]
+    finally:
+        gc.enable()
 
 
 def test_a_captured_update_that_nothing_refers_to_is_freed_at_once() -> None:

@@ -98,7 +98,8 @@ class _Fp8(torch.autograd.Function):
         (x8_ND, x_unit), (w8_VD, w_unit) = to_fp8(x_ND), to_fp8(weight_VD)
         gradient_NV = torch.empty(len(x_ND), len(weight_VD), device=x_ND.device, dtype=torch.float8_e5m2)
         row_losses = losses_by_kernel if x_ND.is_cuda else _losses_in_torch
-        halves = zip(*(part.chunk(2) for part in (x8_ND, targets_N, gradient_NV)), strict=True)
+        half = -(-len(x_ND) // (2 * FP8_MULTIPLE)) * FP8_MULTIPLE
+        halves = zip(*(part.split(half) for part in (x8_ND, targets_N, gradient_NV)), strict=True)
         losses_N = torch.cat([
             # Only this sum is short enough for the tensor cores to keep it in fewer bits than fp32, at a higher rate.
             row_losses(_product(x8, w8_VD, x_unit * w_unit, x_ND.dtype, fast=True), targets, gradient, cap)
