@@ -62,6 +62,11 @@ def test_what_is_compiled_is_kept_in_our_cache_unless_the_user_says_where(tmp_pa
             os.environ.pop(name, None)
         keep_kernels()
         assert all(Path(os.environ[name]).is_relative_to(tmp_path) for name in kept)
+        for name in kept:
+            del os.environ[name]
+        with patch("tempfile.TemporaryFile", side_effect=PermissionError("read-only")):
+            keep_kernels()
+        assert not os.environ.keys() & kept, "Triton would fail where its own folder would do"
     theirs = dict.fromkeys(kept, "/somewhere/else")
     with patch.dict(os.environ, theirs, REDLINE_CACHE=str(tmp_path)):
         keep_kernels()
@@ -75,6 +80,8 @@ def test_triton_hashes_itself_where_it_can(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", cache)
     hash_triton()
     assert cache.triton_key.call_count == 1
+    cache.triton_key.side_effect = PermissionError("its library")
+    hash_triton()  # nothing is printed from a thread: the first kernel fails the same way
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace())
     hash_triton()
 

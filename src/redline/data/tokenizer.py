@@ -95,9 +95,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         file = file / "tokenizer.json"
     try:
         text = read_text(file)
-        if not (_LAST and _LAST[0].text == text):
-            _LAST[:] = [Tokenizer(text, str(file))]
-        return _LAST[0]
+        found = next((last for last in tuple(_LAST) if last.text == text), None) or Tokenizer(text, str(file))
+        _LAST[:] = [found]
+        return found  # not what the list holds: another thread may have read another one
     except DataError as error:
         raise DataError(f"{error}; give a tokenizer.json or a folder with one") from error
 

@@ -102,8 +102,9 @@ class Decoder:
         at, lengths = np.array(places, np.int32), np.array([len(prompt) for prompt in ids], np.int32)
         given = np.fromiter(chain.from_iterable(ids), np.int64)
         tokens[np.arange(longest) < lengths[:, None]] = given
-        low, high, vocab = given.min(), given.max(), self.vocab_size
-        if not 0 <= low <= high < vocab:
+        vocab = self.vocab_size
+        if given.min() < 0 or given.max() >= vocab:
+            low, high = next((min(own), max(own)) for own in ids if min(own) < 0 or max(own) >= vocab)
             raise ConfigError(f"token ids must lie below the vocabulary of {vocab}, got {low} to {high}")
         prompts = self._tensor(tokens), self._tensor(at), self._tensor(lengths)
         if few and self._read_again(prompts):

@@ -6,6 +6,7 @@ Everything here changes how the same training is computed, and never what.
 import contextlib
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -75,11 +76,12 @@ def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:
 
 def keep_kernels() -> None:
     """Have torch and Triton keep what they compile in our cache folder: torch's default, /tmp, may not outlive the machine.
-    Its key knows nothing of ATEN_CPU_CAPABILITY. A user's own setting wins; a folder that cannot be made costs only the
-    keeping."""
+    Its key knows nothing of ATEN_CPU_CAPABILITY. A user's own setting wins; a folder that cannot be made or written to
+    costs only the keeping."""
     folder = cache_folder() / f"kernels{os.environ.get('ATEN_CPU_CAPABILITY', '')}"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
         os.environ.setdefault("TRITON_CACHE_DIR", f"{os.environ['TORCHINDUCTOR_CACHE_DIR']}/triton")
 
