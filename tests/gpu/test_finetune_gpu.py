@@ -15,7 +15,7 @@ from redline.finetune import job_of, train
 from redline.machine.facts import read_facts
 from redline.model import kernels
 from redline.model.attention import packed, short
-from redline.model.lora import adapters, add_lora, lora_layers, merged
+from redline.model.lora import adapters, add_lora, fp32_product, lora_layers, merged
 from redline.model.transformer import Attention, Transformer, build_model
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
@@ -264,6 +264,25 @@ def test_memory_that_runs_out_halves_the_passes() -> None:
         split, seen, _ = losses("lora", torch.bfloat16)
     finally:
         Transformer.forward = forward  # type: ignore[method-assign]
+    assert "out_of_memory" in seen.events
+    assert split == pytest.approx(whole, rel=3e-3)
+
+
+def test_memory_that_runs_out_in_a_capture_halves_the_passes_too() -> None:
+    """The second stream comes back to the first, or the capture would end with another error."""
+    whole, _, _ = losses("lora", torch.bfloat16)
+    captured: list[int] = []
+
+    def limited(*given: Any, **named: Any) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            captured.append(len(captured))
+            if len(captured) == 5:
+                raise torch.OutOfMemoryError("injected")
+        return fp32_product(*given, **named)
+
+    with patch("redline.train.workspace.fp32_product", limited):
+        split, seen, _ = losses("lora", torch.bfloat16)
+    assert len(captured) == 5
     assert "out_of_memory" in seen.events
     assert split == pytest.approx(whole, rel=3e-3)
 
