@@ -118,7 +118,14 @@ def test_a_graph_computes_what_the_eager_update_does(method: str, dtype: torch.d
 
 
 @pytest.mark.parametrize(
-    "how", [{"compile": "default"}, {"micro_batch": 6}, {"compile": "default", "graph": False}], ids=str
+    "how",
+    [
+        {"compile": "default"},
+        {"micro_batch": 6},
+        {"compile": "default", "graph": False},
+        {"update": "foreach"},
+    ],
+    ids=str,
 )
 def test_other_ways_to_compute_it_change_only_rounding(how: dict[str, Any]) -> None:
     eager, _, _ = losses("lora", torch.bfloat16, graph=False)

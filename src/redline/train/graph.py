@@ -61,6 +61,8 @@ class Captured:
         for optimizer in self.learner.optimizers:
             for group in optimizer.param_groups:
                 group["lr"], group["capturable"] = self.lr, True
+            for state in optimizer.state.values():
+                state["step"] = state["step"].to(self.buffer.device)  # foreach counts on the host otherwise
         if self.objective.passes_per_update == 1:
             self.workspace = workspace_of(self.learner)
         pool: Any = None
