@@ -199,11 +199,12 @@ def requests(
 
 
 def generated(
-    model: Transformer, asked: list[Request], slots: int, **options
+    model: Transformer, asked: list[Request], slots: int, *, goes_on: bool = True, **options
 ) -> dict[tuple[int, int], tuple[int, ...]]:
     with LocalEngine(
         model, Count(), slots=slots, max_prompt_tokens=60, max_new_tokens=48, **options
     ) as engine:
+        engine.decoder.goes_on &= goes_on
         return {(c.request.tag, c.sample): c.tokens for c in engine.run(asked)}
 
 
@@ -230,6 +231,24 @@ def test_a_request_gives_the_same_text_whatever_shares_the_batch():
         assert all(
             together[key] == tokens for key, tokens in generated(model, part, 64, reproducible=True).items()
         )
+    waiting = generated(model, asked, 64, reproducible=True, goes_on=False)
+    assert together == waiting, "no step while the host looks at a round"
+
+
+def test_weights_that_change_while_a_step_is_under_way_are_those_of_the_next_run():
+    """An iteration that is broken off leaves its steps to the GPU, which must be through when weights and slots change."""
+    model, other = (build_model(SMOL, device=DEVICE, seed=seed) for seed in (0, 1))
+    model.compute_dtype = other.compute_dtype = torch.bfloat16
+    asked = requests(SMOL.vocab_size, temperature=1.0, prompts=30, samples=5)
+    want = generated(other, asked, 64, reproducible=True)
+    with LocalEngine(
+        model, Count(), slots=64, max_prompt_tokens=60, max_new_tokens=48, reproducible=True
+    ) as engine:
+        for _ in zip(engine.run(asked), range(8), strict=False):
+            pass
+        model.load_state_dict(other.state_dict())
+        engine.refresh()
+        assert {(c.request.tag, c.sample): c.tokens for c in engine.run(asked)} == want
 
 
 def test_log_probabilities_in_bf16_are_those_of_the_training_forward():
