@@ -33,7 +33,8 @@ def overlap(device: torch.device) -> dict[str, bool]:
 
 
 def add_rms_norm(x: Tensor, y: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """Add y to x in place (None: nothing), and return x normalised."""
+    """Add y to x in place (None: nothing), and return x normalised. The weight is read while the kernel before may still
+    run (`overlap`): that kernel must not write it."""
     width, out = x.shape[-1], torch.empty_like(x)
     _add_rms_norm[(x.numel() // width,)](
         x, x if y is None else y, x, weight_D, out, width, eps,
