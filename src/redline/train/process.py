@@ -103,9 +103,8 @@ def join(kind: str) -> Iterator[Process]:
 def hash_triton() -> None:
     """Triton hashes itself, 0.36 s of mostly one large library, before it looks up its first kernel, and remembers the
     result. In a thread that passes while the GPU wakes up and the data is opened."""
-    with suppress(
-        Exception
-    ):  # no Triton, or another one; what is broken fails again at the first kernel, which says why
+    # No Triton, or another one: what is broken fails again at the first kernel, which says why.
+    with suppress(Exception):
         from triton.runtime.cache import triton_key
 
         triton_key()
