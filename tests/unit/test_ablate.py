@@ -23,7 +23,7 @@ from redline.record.units import exact, factor
 from redline.report.ablation import ablation
 from redline.report.grid import Output
 from redline.report.terminal import print_ablation
-from redline.tune.ablate import AblationRow, ablate, mfu
+from redline.tune.ablate import PUT_OFF, AblationRow, ablate, mfu
 from redline.tune.arms import UpdateArms, arms_for, naive
 from redline.tune.waterfall_table import COLUMNS, cells, markdown
 
@@ -358,7 +358,8 @@ def test_a_change_that_compiles_for_minutes_leaves_time_for_the_others(tmp_path:
         return replace(measured(0.5 if fused else 1.0), start_s=300.0 if slow else 1.0)
 
     rows = run(tmp_path, answer, name="seeds/002", only=("compile-autotune", "fused-optimizer"), minutes=2)
-    assert rows["one by one", "compile-autotune"].outcome == "not run"
+    put_off = rows["one by one", "compile-autotune"]
+    assert (put_off.outcome, put_off.note) == ("not run", PUT_OFF)
     assert rows["one by one", "fused-optimizer"].kept
 
 
@@ -393,7 +394,7 @@ def test_what_there_was_no_time_for_is_named_below_the_table() -> None:
         [replace(row, name="bf16", outcome="ok", note=""), row, replace(row, name="fp8")], "t", "here"
     )
     assert "| bf16 |" in text
-    assert "Not run, because the time was up: sdpa, fp8." in text
+    assert "Not run for want of time: sdpa, fp8." in text
     assert "| sdpa" not in text
 
 

@@ -189,6 +189,13 @@ def test_fp8_is_taken_where_the_gpu_has_it_and_refused_where_not():
         make_plan(load_recipe("gpt-1.3b", ["plan.precision=bf16"]), gpu("v100-32g"))
 
 
+@pytest.mark.parametrize("name", ["precision", "cross_entropy"])
+def test_a_cpu_says_that_it_emulates_fp8(name):
+    recipe = pinned(shaped("gpt2-124m"), **{name: "fp8"})
+    assert "a CPU emulates it" in make_plan(recipe, CPU).why[name].reason
+    assert "emulates" not in make_plan(recipe, gpu("h200-141g")).why[name].reason
+
+
 def test_less_memory_costs_first_width_then_recomputation_and_loss_chunks():
     roomy = make_plan(GPT2, gpu(memory_bytes=80 * 2**30))
     tight = make_plan(GPT2, gpu(memory_bytes=8 * 2**30))

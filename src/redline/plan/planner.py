@@ -8,7 +8,7 @@ counts its batch in examples, which are packed: how many tokens a pass holds is 
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from redline.config.recipe import Recipe
@@ -100,9 +100,11 @@ class _Decider:
         value = getattr(self.recipe.plan, name)
         if value is None:
             return None
+        emulated = value == "fp8" and self.hardware.kind == "cpu"
+        note = "; a CPU emulates it: right numbers for tests, slower than fp32" if emulated else ""
         if name in self.outside.typed:
-            return value, Why(reason=f"--set plan.{name}", source="user")
-        return value, Why(reason="pinned in the recipe's [plan] table", source="recipe")
+            return value, Why(reason=f"--set plan.{name}{note}", source="user")
+        return value, Why(reason=f"pinned in the recipe's [plan] table{note}", source="recipe")
 
     def _takes(self, name: str, value: Any) -> bool:
         """Whether a value is possible with those decided already."""
@@ -132,12 +134,7 @@ class _Decider:
             raise ConfigError(f"plan.{name} {value} is not possible: {why}; leave it out")
 
     def supported(self, precision: str) -> None:
-        """Refuse a pinned precision that the GPU lacks. A CPU emulates FP8, and the plan says so."""
-        if self.hardware.kind == "cpu" and precision == "fp8":
-            why = self.why["precision"]
-            self.why["precision"] = replace(
-                why, reason=f"{why.reason}; a CPU emulates it: right numbers for tests, slower than fp32"
-            )
+        """Refuse a pinned precision that the GPU lacks."""
         has, needs = self.hardware.compute_capability, NEEDED_CAPABILITY.get(precision, ())
         if self.hardware.kind == "cuda" and has < needs:
             raise MachineError(

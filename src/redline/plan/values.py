@@ -75,20 +75,23 @@ def _head_width(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | N
 
 def _sides(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
     model = recipe.model
-    sides = {
-        "hidden_size": model.hidden_size,
-        "ffn_size": model.ffn_size,
-        "key/value width": model.head_size * model.kv_heads,
-        "seq_len": recipe.data.seq_len,
-    }
-    odd = [f"{name} {size}" for name, size in sides.items() if size % 16]
-    return f"FP8 products need sides that are multiples of 16, got {', '.join(odd)}" if odd else None
+    return _fp8_sides(
+        {
+            "hidden_size": model.hidden_size,
+            "ffn_size": model.ffn_size,
+            "key/value width": model.head_size * model.kv_heads,
+            "seq_len": recipe.data.seq_len,
+        }
+    )
 
 
 def _head_sides(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
-    V, D = recipe.model.vocab_size, recipe.model.hidden_size
-    fits = V % 16 == 0 and D % 16 == 0
-    return None if fits else f"FP8 products need multiples of 16, got vocab_size {V} and hidden_size {D}"
+    return _fp8_sides({"vocab_size": recipe.model.vocab_size, "hidden_size": recipe.model.hidden_size})
+
+
+def _fp8_sides(sides: dict[str, int]) -> str | None:
+    odd = [f"{name} {size}" for name, size in sides.items() if size % 16]
+    return f"FP8 products need sides that are multiples of 16, got {', '.join(odd)}" if odd else None
 
 
 def _brain_float(_recipe: Recipe, _hardware: Hardware, beside: Beside) -> str | None:

@@ -73,7 +73,8 @@ class Captured:
         self.graphs = graphs
         seconds = round(time.perf_counter() - started_s, 3)
         sizes = sorted(shape.tokens for shape in shapes)
-        self.event("captured", graphs=len(graphs), rows_tokens=sizes, seconds=seconds)
+        one_piece = self.workspace is not None
+        self.event("captured", graphs=len(graphs), rows_tokens=sizes, seconds=seconds, one_piece=one_piece)
 
     def _rows(self, shape: Shape) -> list[Tensor]:
         size = sum(shape.sizes)

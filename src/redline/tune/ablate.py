@@ -9,8 +9,8 @@ training leaves the state as it was. So every row says what its change is worth 
 With a judge (quality.py) a change that would be kept must also train as well as the first state, and one that is another
 training is kept if it reaches the loss sooner.
 What was slower, or not possible, is tried once more at the end, because changes kept later may help it: bf16
-costs time while attention is not one kernel. A change and the state before it take turns (measure/turns.py), and one
-that takes too long to be decided (max-autotune compiles for minutes) is not run, so that the others are.
+costs time while attention is not one kernel. A change and the state before it take turns (measure/turns.py). One
+that would take more than half of the time left (max-autotune compiles for minutes) is put off, so that the others are run.
 Left out: interactions of more than two changes.
 """
 
@@ -49,6 +49,7 @@ from redline.tune.quality import Judge, Quality
 
 Stage = Literal["baseline", "one by one", "second try", "all", "leave one out"]
 OUT_OF_TIME = "the time was up; run the same command again to continue"
+PUT_OFF = "not decided in its share of the time; run the same command again with more --minutes"
 BASELINE_BLOCKS = 2
 """Of the first state alone: every comparison measures it again."""
 RUNS = "runs"
@@ -274,9 +275,11 @@ class _Waterfall:
             return replace(row, outcome="not applicable", note=str(error))
         if trial_key(trials[0]) == trial_key(trials[1]):
             return replace(row, outcome="no change", note="the state before it has it already")
-        pair = self.turns.pair(f"{self.workload} {entry.name}", *trials, until_s=self.turns.fair_end_s())
+        until_s = self.turns.fair_end_s()
+        pair = self.turns.pair(f"{self.workload} {entry.name}", *trials, until_s=until_s)
         if pair is None:
-            return replace(row, outcome="not run", note=OUT_OF_TIME)
+            put_off = until_s <= self.turns.clock() < self.turns.deadline_s
+            return replace(row, outcome="not run", note=PUT_OFF if put_off else OUT_OF_TIME)
         if pair.before.outcome == "ok":
             self.reference, self.runs = self.reference or pair.before, True
             self.naive_runs = self.naive_runs or not self.kept

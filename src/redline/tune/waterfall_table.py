@@ -50,7 +50,7 @@ def markdown(rows: Sequence[AblationRow], title: str, where: str) -> str:
             ]
             lines.append("")
         if left := [cells(row)[0] for row in shown if row.outcome == "not run"]:
-            lines += [f"Not run, because the time was up: {', '.join(left)}.", ""]
+            lines += [f"Not run for want of time: {', '.join(left)}.", ""]
     return "\n".join(lines)
 
 
