@@ -2,6 +2,7 @@
 merging is exact."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -102,16 +103,23 @@ def losses(method: str, dtype: torch.dtype, **how: Any) -> tuple[list[float], Se
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_graph_computes_what_the_eager_update_does(method: str, dtype: torch.dtype) -> None:
     eager, _, _ = losses(method, dtype, graph=False)
-    with (
-        patch.object(
-            Workspace, "take_gradients", autospec=True, side_effect=Workspace.take_gradients
-        ) as taken,
-        patch.object(kernels, "sum_rms_norm", side_effect=kernels.sum_rms_norm) as normed,
-    ):
+    used: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> Any:
+        """Not a mock: that would keep the tensors of the warm-up, with their autograd graph, and break the capture."""
+        real = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            used[name] += 1
+            return real(*args)
+
+        return patch.object(owner, name, call)
+
+    with counted(Workspace, "take_gradients"), counted(kernels, "sum_rms_norm"):
         graph, seen, _ = losses(method, dtype)
     assert "captured" in seen.events
-    assert taken.called == (method == "lora")
-    assert normed.called == (method == "lora" and dtype == torch.bfloat16)
+    assert (used["take_gradients"] > 0) == (method == "lora")
+    assert (used["sum_rms_norm"] > 0) == (method == "lora" and dtype == torch.bfloat16)
     band = 1e-4 if dtype == torch.float32 else 2e-3
     assert graph == pytest.approx(eager, rel=band)
     assert eager[-1] < eager[0] - 0.5

@@ -162,8 +162,8 @@ def losses_by_kernel(logits_NV: Tensor, targets_N: Tensor, gradient_NV: Tensor, 
     losses_N = torch.empty(N, device=logits_NV.device, dtype=torch.float32)
     scale = GRADIENT_SCALE if gradient_NV.dtype == torch.float8_e5m2 else 1.0
     _loss_and_gradient[(N,)](
-        logits_NV, targets_N, gradient_NV, losses_N, V, logits_NV.stride(0), IGNORED, CAP=cap, SCALE=scale, BLOCK=4096,
-        num_warps=8,
+        logits_NV, targets_N, gradient_NV, losses_N, V, logits_NV.stride(0), IGNORED, CAP=cap, SCALE=scale, BLOCK=2048,
+        num_warps=4,
     )  # fmt: skip
     return losses_N
 
@@ -172,7 +172,7 @@ def transposed_by_kernel(x8: Tensor) -> Tensor:
     rows, columns = x8.shape
     result = torch.empty(columns, rows, device=x8.device, dtype=x8.dtype)
     grid = (triton.cdiv(columns, 128), triton.cdiv(rows, 128))
-    _transpose[grid](x8.view(torch.int8), result.view(torch.int8), rows, columns, BLOCK=128)
+    _transpose[grid](x8.view(torch.int8), result.view(torch.int8), rows, columns, BLOCK=128, num_warps=8)
     return result
 
 

@@ -68,8 +68,13 @@ class Place(Protocol):
     b_OR: Tensor
     """As they are multiplied: cast, and B scaled."""
 
-    def learn(self, dh_NR: Tensor, x_ND: Tensor, dy_NO: Tensor, h_NR: Tensor) -> None:
-        """Take the gradients, dh^T x of A and dy^T h of B, which then do not go through autograd."""
+    def learn(self, x_ND: Tensor, dy_NO: Tensor, h_NR: Tensor) -> Tensor:
+        """Returns dh = dy B and takes the gradients, dh^T x of A and dy^T h of B, which then do not go through autograd.
+        All of it is only on its way, on a second stream."""
+        ...
+
+    def wait(self) -> None:
+        """Whatever is launched from here on finds dh there."""
 
 
 class LoraLinear(Linear):
@@ -137,13 +142,15 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_OD, a_RD, b_OR, h_NR, scale_b = ctx.saved_tensors
-        dh_NR = dy_NO @ b_OR
-        da_RD, db_OR = None, None
-        if ctx.place is not None:
-            ctx.place.learn(dh_NR, x_ND, dy_NO, h_NR)
-        else:
+        place, dx_ND, da_RD, db_OR = ctx.place, None, None, None
+        dh_NR = place.learn(x_ND, dy_NO, h_NR) if place is not None else dy_NO @ b_OR
+        if place is None:
             da_RD, db_OR = fp32_product(dh_NR.T, x_ND), fp32_product(dy_NO.T, h_NR) * scale_b
-        dx_ND = _add_product(dy_NO @ weight_OD, dh_NR, a_RD) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[0]:
+            dx_ND = dy_NO @ weight_OD
+            if place is not None:
+                place.wait()
+            dx_ND = _add_product(dx_ND, dh_NR, a_RD)
         return dx_ND, None, None, da_RD, db_OR, None, None
 
 

@@ -7,7 +7,8 @@
 
 An update on some 1,500 tokens is bound by the number of its kernels and by how few of a GPU's multiprocessors each of them
 fills. So the adapters' gradients, for which nothing waits before the clipping, are computed on a second stream beside the
-way back through the blocks, and norms take the addition before them into their kernel.
+way back through the blocks; so is the gradient of what lies between A and B, beside the frozen weight's product. Norms take
+the addition before them into their kernel.
 
 Nothing here outlives an update: everything else (validation, merging, several passes) reads the parameters themselves.
 """
@@ -45,11 +46,22 @@ class _Place:
     da_RD: Tensor
     db_OR: Tensor
     workspace: "Workspace"
+    ready: torch.cuda.Event | None = None
+    """When dh is there."""
 
-    def learn(self, dh_NR: Tensor, x_ND: Tensor, dy_NO: Tensor, h_NR: Tensor) -> None:
+    def learn(self, x_ND: Tensor, dy_NO: Tensor, h_NR: Tensor) -> Tensor:
+        dh_NR = dy_NO.new_empty(len(dy_NO), len(self.a_RD))
         with self.workspace.beside(dh_NR, x_ND, dy_NO, h_NR):
+            torch.mm(dy_NO, self.b_OR, out=dh_NR)
+            if dh_NR.is_cuda:
+                self.ready = torch.cuda.current_stream().record_event()
             fp32_product(dh_NR.T, x_ND, out=self.da_RD)
             fp32_product(dy_NO.T, h_NR, out=self.db_OR)
+        return dh_NR
+
+    def wait(self) -> None:
+        if self.ready is not None:
+            torch.cuda.current_stream().wait_event(self.ready)
 
 
 class Workspace:
