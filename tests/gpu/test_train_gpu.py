@@ -66,6 +66,34 @@ def test_losses_stay_in_the_band_of_fp32(
     assert lines[-1]["valid_loss"] == pytest.approx(reference[-1]["valid_loss"], rel=band)
 
 
+@pytest.mark.parametrize("compile", ["off", "default"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("train.optimizer=adamw", "train.embed_lr=1e-3"),
+        ("train.optimizer=muon", "train.muon_warmup_steps=10", "plan.micro_batch=16"),
+        ("train.optimizer=muon", "plan.cross_entropy=fp8"),
+    ],
+    ids=["adamw", "muon, two passes", "muon, fp8 head"],
+)
+def test_a_captured_run_trains_like_an_eager_one(tmp_path: Path, how: tuple[str, ...], compile: str) -> None:
+    """Validations, checkpoints and an end by resuming among them."""
+    if "plan.cross_entropy=fp8" in how and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 needs compute capability 8.9")
+    how = (*how, f"plan.compile={compile}")
+    eager = train(tmp_path / "eager", *how)
+    whole = train(tmp_path / "whole", *how, "plan.graph=true")
+    train(tmp_path / "parts", *how, "plan.graph=true", "train.steps=20")
+    parts = train(tmp_path / "parts", *how, "plan.graph=true")
+    for lines in (whole, parts):
+        assert [line["step"] for line in lines] == list(range(1, 31))
+        for ours, theirs in zip(lines, eager, strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+        assert lines[-1]["valid_loss"] == pytest.approx(eager[-1]["valid_loss"], rel=1e-2)
+    events = read_lines(tmp_path / "whole" / "events.jsonl")
+    assert [event["graphs"] for event in events if event["event"] == "captured"] == [1]
+
+
 def test_fp8_trains_like_bf16(reference: list[dict[str, Any]], tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < (8, 9):

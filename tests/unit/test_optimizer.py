@@ -90,6 +90,32 @@ def test_muon_stacks_in_pieces_change_nothing(monkeypatch):
         assert_close(a, b)
 
 
+def test_muon_takes_rates_from_tensors_and_at_rest_changes_nothing():
+    """A captured update reads them where they lie; its warm-up runs with a learning rate of 0 and a momentum of 1."""
+    torch.manual_seed(0)
+    numbers = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in [(16, 8), (8, 16), (16, 8)])
+    tensors = copy.deepcopy(numbers)
+    plain = Muon(numbers, lr=0.0, weight_decay=0.1)
+    read = Muon(tensors, lr=0.0, weight_decay=0.1)
+    for group in read.param_groups:
+        group["lr"], group["momentum"] = torch.zeros(()), torch.ones(())
+    for step, (lr, momentum) in enumerate([(0.02, 0.85), (0.01, 0.9), (0.03, 0.95)]):
+        give_gradients([numbers, tensors], step)
+        before = [t.detach().clone() for p in tensors for t in (p, read.state[p]["momentum_buffer"])]
+        read.step()
+        after = [t for p in tensors for t in (p, read.state[p]["momentum_buffer"])]
+        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+        plain.param_groups[0].update(lr=lr, momentum=momentum)
+        read.param_groups[0]["lr"].fill_(lr)
+        read.param_groups[0]["momentum"].fill_(momentum)
+        plain.step()
+        read.step()
+        read.param_groups[0]["lr"].fill_(0.0)
+        read.param_groups[0]["momentum"].fill_(1.0)
+    for a, b in zip(numbers, tensors, strict=True):
+        assert_close(a, b)
+
+
 @pytest.mark.parametrize("shape", [(3, 64, 32), (3, 32, 64), (2, 48, 48), (1, 16, 256)])
 def test_orthogonalize_pushes_singular_values_towards_one(shape):
     """Each singular value goes through the polynomial, whatever the matrix."""

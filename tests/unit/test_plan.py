@@ -264,6 +264,15 @@ def test_every_node_has_a_copy_of_the_weights_where_half_of_its_memory_holds_it(
     assert make_plan(pinned(model, shards=4), gpu(), world_size=16, nodes=2).shards == 4
 
 
+def test_a_captured_update_is_for_one_gpu_and_keeps_torchs_allocator():
+    plan = make_plan(pinned(GPT2, graph=True), gpu())
+    assert (plan.graph, plan.allocator) == (True, "")
+    assert make_plan(GPT2, gpu()).graph is False
+    for hardware, world_size in ((gpu(), 2), (CPU, 1)):
+        with pytest.raises(ConfigError, match="captured updates need one process with a GPU"):
+            make_plan(pinned(GPT2, graph=True), hardware, world_size=world_size)
+
+
 @pytest.mark.parametrize("shards", [3, 32])
 def test_shards_divide_the_processes(shards):
     with pytest.raises(ConfigError, match=rf"plan.shards \({shards}\) must divide the 16 processes"):

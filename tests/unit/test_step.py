@@ -18,9 +18,10 @@ from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Hardware
 from redline.plan.planner import make_plan
 from redline.record.metrics import METRICS
+from redline.train.graph import Captured
 from redline.train.instruments import Instruments, Work, training_rates
 from redline.train.objective import Eager, Sequences
-from redline.train.optimizer import make_optimizers
+from redline.train.optimizer import make_optimizers, state_tensors, warm_momentum
 from redline.train.process import Process
 from redline.train.step import Learner, LossScale, Update
 
@@ -248,3 +249,82 @@ def test_a_restart_leaves_the_pause_out_of_the_next_step(clock):
     with pytest.raises(AssertionError, match="in flight"):
         instruments.restart()
     assert instruments.ready()[0]["step_s"] < 1e-4
+
+
+# ---- a captured update ----
+
+
+class Replayed:
+    """Stands for a CUDA graph: runs what was captured again, with the tensors that optimisers read then."""
+
+    def __init__(self, executor: Captured, shape: Any) -> None:
+        self.executor, self.shape = executor, shape
+        self.momenta = [group.get("momentum") for group in executor.groups]
+        self.outcome = Update({"loss": torch.zeros(()), "grad_norm": torch.zeros(())})
+
+    def pool(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        told = [group.get("momentum") for group in self.executor.groups]
+        self._momenta(self.momenta)
+        for name, value in self.executor._update(self.executor.learner, self.shape).numbers.items():
+            self.outcome.numbers[name].copy_(value)
+        self._momenta(told)
+
+    def _momenta(self, values: list[Any]) -> None:
+        for group, value in zip(self.executor.groups, values, strict=True):
+            if value is not None:
+                group["momentum"] = value
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("micro_batch", [8, 2])
+def test_a_captured_update_reads_what_the_eager_one_is_given(
+    optimizer: str, micro_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows, targets, every group's learning rate, and a momentum that warms up, through the buffer of a replay."""
+
+    def capture(executor: Captured, shape: Any, pool: Any) -> tuple[Replayed, Update]:
+        graph = Replayed(executor, shape)
+        return graph, graph.outcome
+
+    monkeypatch.setattr(Captured, "_capture", capture)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    how = {"optimizer": optimizer, "muon_warmup_steps": 3, "embed_lr": 0.03, "weight_decay": 0.1}
+    eager, captured = (
+        learner_of(build_model(CONFIG, device="cpu", seed=3), clip_norm=1.0, **how) for _ in range(2)
+    )
+    objective, events = Sequences(pass_size=micro_batch, share=BATCH), []
+    plain = Eager(eager, objective)
+    executor = Captured(
+        captured, objective, lambda kind, **facts: events.append((kind, facts["rows_tokens"]))
+    )
+    inputs_BT, targets_BT = batch("uneven")
+    for step, factor in enumerate([1.0, 0.5, 0.25], start=1):
+        ours, theirs = (state_tensors(learner.model, learner.optimizers) for learner in (captured, eager))
+        for name, tensor in theirs.items():
+            tensor.copy_(ours[name])
+        told = []
+        for learner, one in ((eager, plain), (captured, executor)):
+            warm_momentum(learner.optimizers, train(**how), step)
+            told.append(one.take(Batch(inputs_BT, targets_BT, {}), targets=64.0, lr_factor=factor).numbers)
+        assert told[0].keys() == told[1].keys()
+        for name in told[0]:
+            assert torch.equal(told[0][name], told[1][name]), name
+        for name, tensor in state_tensors(captured.model, captured.optimizers).items():
+            # Muon rounds to bf16, which may turn one bit of fp32 in a rate into 2^-8 of an element; its lr is 0.02
+            atol = 0.02 * 2**-6 if name.startswith("model.blocks") and optimizer == "muon" else 1e-7
+            torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=atol, msg=name)
+        inputs_BT, targets_BT = inputs_BT.roll(1, 0), targets_BT.roll(1, 0)
+    assert events == [("captured", [micro_batch * 12])]
+    assert all(isinstance(group.get("momentum", 0.0), float) for group in executor.groups)
+
+
+def test_a_blank_pass_counts_for_nothing() -> None:
+    objective = Sequences(pass_size=2, share=BATCH)
+    (shape,) = objective.shapes_from(Batch(*batch("none"), {}))
+    learner = learner_of(build_model(CONFIG, device="cpu", seed=3))
+    blank = torch.from_numpy(objective.blank(shape))
+    assert objective.row_pass(learner, blank, shape).run(1.0, lambda phase: None)["loss"] == 0.0
+    assert all(not p.grad.any() for p in learner.model.parameters() if p.grad is not None)

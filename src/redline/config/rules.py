@@ -158,8 +158,9 @@ def _plan(recipe: Recipe) -> Iterator[Rule]:
     m, d, size, p = recipe.model, recipe.data, recipe.rows_per_step, recipe.plan
     kernel = p.attention in (None, "auto") or m.attention == "softmax"
     yield kernel, f"plan.attention {p.attention} needs model.attention softmax, got {m.attention}"
-    fine_tunes = recipe.workload in ("finetune", "rft")
-    yield not p.graph or fine_tunes, "plan.graph is for fine-tuning: leave it out"
+    yield not p.graph or recipe.rl is None, "plan.graph is for pre-training and fine-tuning: leave it out"
+    steady = "plan.graph repeats one update, and train.orthogonality_warmup_steps changes it: leave one of them out"
+    yield not (p.graph and recipe.train.orthogonality and recipe.train.orthogonality_warmup_steps), steady
     generates = recipe.workload in ("rft", "rl")
     yield p.slots is None or generates, "plan.slots is for workloads that generate text: leave it out"
     whole = p.micro_batch is None or size % p.micro_batch == 0

@@ -29,6 +29,7 @@ MOST_SLOTS = {"cuda": 2048, "cpu": 64}
 """More sequences together bring few more tokens a second, because the matrix products are at their best before."""
 GENERATION_SHARE = 0.85
 """Share of the memory free when the engine opens; the rest is for activations, graphs and later allocations."""
+ONE_GPU = "captured updates need one process with a GPU"
 COMPILE_PAYS_S = 120.0
 """Compiling takes 10 to 60 s; a run whose updates are predicted to be shorter than this is not worth it."""
 ROLLOUT_SHARE = 0.1
@@ -132,6 +133,8 @@ class _Decider:
         if self._pin(name) and value and self.hardware.kind == "cuda" and not self._takes(name, value):
             why = why_not(name, value, self.recipe, self.hardware, self.chosen)
             raise ConfigError(f"plan.{name} {value} is not possible: {why}; leave it out")
+        if name == "graph" and value and (self.world_size > 1 or self.hardware.kind == "cpu"):
+            raise ConfigError(f"plan.graph {value} is not possible: {ONE_GPU}; leave it out")
 
     def supported(self, precision: str) -> None:
         """Refuse a pinned precision that the GPU lacks."""
@@ -208,11 +211,13 @@ class _Decider:
 
     def graph(self) -> Decision:
         if self.pretraining:
-            return _rule(False, "an update of a long batch leaves no gaps between its kernels")
+            return _rule(
+                False, "most batches leave no gaps between kernels; for small ones try plan.graph=true"
+            )
         if self.recipe.rl is not None:
             return _rule(False, "every rollout has rows of other lengths; a graph would be captured for each")
         if self.hardware.kind == "cpu" or self.world_size > 1:
-            return _rule(False, "captured updates need one process with a GPU")
+            return _rule(False, ONE_GPU)
         if self.chosen["precision"] == "fp16":
             return _rule(
                 False, "the loss scaler reads every update's gradient norm, which a graph cannot wait for"
@@ -367,7 +372,7 @@ class _Decider:
     def allocator(self) -> Decision:
         if self.hardware.kind == "cpu":
             return _rule("", "only CUDA has an allocator to set")
-        if not self.pretraining:
+        if not self.pretraining or self.chosen["graph"]:
             return _rule("", "captured graphs keep their own memory; measured with torch's default")
         return _rule(
             "expandable_segments:True", "growing segments do not fragment when the micro-batch changes"

@@ -1,15 +1,16 @@
-"""A whole fine-tuning update (passes, clipping, AdamW) as a CUDA graph: one launch instead of thousands.
+"""A whole update (passes, clipping, optimiser) as a CUDA graph: one launch instead of thousands.
 
     executor = Captured(learner, objective, event=...)
     update = executor.take(batch, targets=800, lr_factor=0.5)      # captures at the first call; then replays
 
 A small model's update on some 1,500 tokens takes the GPU a few milliseconds and the host, launching kernel by
-kernel, over a hundred. Every replay reads its row, learning rate and target count from one buffer, filled by one
-asynchronous copy from page-locked memory.
+kernel, over a hundred. Every replay reads its rows, target count, learning rates and momenta from one buffer, filled by
+one asynchronous copy from page-locked memory.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,30 +18,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redline.train.optimizer import AdamW
-from redline.train.packed import ExampleBatch, Packed, Shape, pack
+from redline.train.objective import Capturable
+from redline.train.optimizer import AdamW, Muon
 from redline.train.step import Learner, Pass, Update, update
 from redline.train.workspace import Workspace, workspace_of
 
-SCALARS = 2
-"""Words before the rows: the learning rate and the number of targets, both fp32."""
-
 
 class Captured:
-    def __init__(self, learner: Learner, objective: Packed, event: Callable[..., None]) -> None:
+    def __init__(self, learner: Learner, objective: Capturable, event: Callable[..., None]) -> None:
         self.before_update, self.objective, self.event = learner.before_update, objective, event
         # What is captured must not wait for a checkpoint's copy or record events: both are done around a replay.
         self.learner = replace(learner, before_update=lambda: None, mark=lambda phase: None)
+        self.groups = [group for optimizer in learner.optimizers for group in optimizer.param_groups]
+        self.scalars = 1 + 2 * len(self.groups)
+        """Words before the rows, all fp32: the number of targets, then every group's learning rate and momentum."""
         self.workspace: Workspace | None = None
-        self.graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Update]] = {}
+        self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Update]] = {}
 
-    def take(self, batch: ExampleBatch, *, targets: float, lr_factor: float) -> Update:
+    def take(self, batch: Any, *, targets: float, lr_factor: float) -> Update:
         if not self.graphs:
-            self._capture_all(batch.position - 1)
+            self._capture_all(self.objective.shapes_from(batch))
         rows = self.objective.rows(batch)
-        lr = self.peak_lr * lr_factor
-        scalars = np.array([lr, targets], dtype=np.float32).view(np.int32)
-        words = np.concatenate([scalars, *(row for row, _ in rows)])
+        rates = [(group["peak_lr"] * lr_factor, group.get("momentum", 0.0)) for group in self.groups]
+        scalars = np.array([targets, *(number for pair in rates for number in pair)], dtype=np.float32)
+        words = np.concatenate([scalars.view(np.int32), *(row for row, _ in rows)])
         # New page-locked memory each time: torch reuses it only when the copy is done.
         self.buffer[: len(words)].copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
         self.before_update()
@@ -48,43 +49,60 @@ class Captured:
         graph.replay()
         return outcome
 
-    def _capture_all(self, done: int) -> None:
+    def _capture_all(self, to_come: Iterable[Any]) -> None:
         """One graph for each shape that is still to come; the weights do not move."""
         started_s = time.perf_counter()
         # The largest first: the others fit its memory.
-        shapes = sorted(set(self.objective.shapes[done:]), key=lambda shape: shape.tokens, reverse=True)
-        size = SCALARS + self.objective.passes_per_update * max(sum(shape.sizes) for shape in shapes)
+        shapes = sorted(set(to_come), key=lambda shape: shape.tokens, reverse=True)
+        size = self.scalars + self.objective.passes_per_update * max(sum(shape.sizes) for shape in shapes)
         self.buffer = torch.zeros(size, dtype=torch.int32, device=self.learner.process.device)
-        self.lr, self.targets = self.buffer[:SCALARS].view(torch.float32).unbind()
+        self.targets, *numbers = self.buffer[: self.scalars].view(torch.float32).unbind()
         self.targets.fill_(1.0)
-        (self.peak_lr,) = {group["peak_lr"] for o in self.learner.optimizers for group in o.param_groups}
         for optimizer in self.learner.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"], group["capturable"] = self.lr, True
             for state in optimizer.state.values():
-                state["step"] = state["step"].to(self.buffer.device)  # foreach counts on the host otherwise
+                if "step" in state:
+                    state["step"] = state["step"].to(
+                        self.buffer.device
+                    )  # foreach counts on the host otherwise
         if self.objective.passes_per_update == 1:
             self.workspace = workspace_of(self.learner)
         pool: Any = None
         graphs = {}
-        for shape in shapes:
-            graphs[shape] = self._capture(shape, pool)
-            pool = graphs[shape][0].pool()
+        with self._read_from(numbers):
+            for shape in shapes:
+                graphs[shape] = self._capture(shape, pool)
+                pool = graphs[shape][0].pool()
         self.graphs = graphs
         seconds = round(time.perf_counter() - started_s, 3)
         sizes = sorted(shape.tokens for shape in shapes)
         one_piece = self.workspace is not None
         self.event("captured", graphs=len(graphs), rows_tokens=sizes, seconds=seconds, one_piece=one_piece)
 
-    def _rows(self, shape: Shape) -> list[Tensor]:
+    @contextmanager
+    def _read_from(self, numbers: list[Tensor]) -> Iterator[None]:
+        """Inside, optimisers find learning rates and momenta on the device. Momenta are numbers again afterwards: the loop
+        changes them while Muon warms up."""
+        momenta = [group.get("momentum") for group in self.groups]
+        for group, lr, momentum in zip(self.groups, numbers[::2], numbers[1::2], strict=True):
+            group["lr"], group["capturable"] = lr, True
+            if "momentum" in group:
+                group["momentum"] = momentum.fill_(1.0)  # with a learning rate of 0 a warm-up changes nothing
+        try:
+            yield
+        finally:
+            for group, value in zip(self.groups, momenta, strict=True):
+                if value is not None:
+                    group["momentum"] = value
+
+    def _rows(self, shape: Any) -> list[Tensor]:
         size = sum(shape.sizes)
-        starts = (SCALARS + i * size for i in range(self.objective.passes_per_update))
+        starts = (self.scalars + i * size for i in range(self.objective.passes_per_update))
         return [self.buffer[start : start + size] for start in starts]
 
-    def _passes(self, shape: Shape) -> Iterable[Pass]:
+    def _passes(self, shape: Any) -> Iterable[Pass]:
         return (self.objective.row_pass(self.learner, row, shape) for row in self._rows(shape))
 
-    def _capture(self, shape: Shape, pool: Any) -> tuple[torch.cuda.CUDAGraph, Update]:
+    def _capture(self, shape: Any, pool: Any) -> tuple[torch.cuda.CUDAGraph, Update]:
         self._warm_up(shape)
         torch.cuda.empty_cache()  # the graph's memory is its own, and what the warm-up left cached would be missing
         graph = torch.cuda.CUDAGraph()
@@ -93,24 +111,25 @@ class Captured:
             outcome = self._update(self.learner, shape)
         return graph, outcome
 
-    def _update(self, learner: Learner, shape: Shape) -> Update:
+    def _update(self, learner: Learner, shape: Any) -> Update:
         if self.workspace is None:
             return update(learner, self._passes(shape), targets=self.targets)
         with self.workspace.in_use():
             together = replace(learner, before_update=self.workspace.take_gradients)
             return update(together, self._passes(shape), targets=self.targets)
 
-    def _warm_up(self, shape: Shape) -> None:
-        """Run it on a spare optimiser first: a capture cannot compile kernels or set up libraries."""
+    def _warm_up(self, shape: Any) -> None:
+        """Run it on a spare AdamW first: a capture cannot compile kernels or set up libraries."""
+        muons = [optimizer for optimizer in self.learner.optimizers if isinstance(optimizer, Muon)]
         for row in self._rows(shape):
-            row.copy_(torch.from_numpy(pack([], shape)))
+            row.copy_(torch.from_numpy(self.objective.blank(shape)))
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
                 spare = torch.nn.Parameter(torch.zeros(8, device=self.buffer.device))
                 spare.grad = torch.zeros_like(spare)
-                in_its_place = AdamW([spare], lr=self.lr, fused=True)
-                self._update(replace(self.learner, optimizers=[in_its_place]), shape)
+                in_its_place = AdamW([spare], lr=self.groups[0]["lr"], fused=True)
+                self._update(replace(self.learner, optimizers=[in_its_place, *muons]), shape)
                 self.learner.model.zero_grad(set_to_none=True)
         torch.cuda.current_stream().wait_stream(stream)

@@ -31,7 +31,7 @@ from redline.train.checkpoint import Checkpoints, load
 from redline.train.feedback import rule_of
 from redline.train.graph import Captured
 from redline.train.instruments import Instruments, Work, own_time, slowest, start_up_s, training_rates
-from redline.train.objective import Batch, Executor, Job, Position
+from redline.train.objective import Batch, Executor, Job, Position, Sequences
 from redline.train.optimizer import fixed, lr_factor, make_optimizers, state_tensors, warm_momentum
 from redline.train.orthogonality import penalty
 from redline.train.packed import Packed
@@ -203,7 +203,7 @@ class Trainer:
 
     def _executor(self) -> Executor:
         if self.plan.graph:
-            assert isinstance(self.objective, Packed)
+            assert isinstance(self.objective, Packed | Sequences)
             return Captured(self.learner, self.objective, self._event)
         return self.job.executor(self.learner, self.objective)
 

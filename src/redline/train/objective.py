@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from redline.config.recipe import Recipe
+from redline.config.recipe import IGNORED, Recipe
 from redline.data.loader import Batch as SequenceBatch
 from redline.model.transformer import Transformer
 from redline.plan.plan import Plan
@@ -72,6 +74,45 @@ class Objective(Protocol):
         ...
 
 
+class Capturable(Objective, Protocol):
+    """An objective whose passes have a few shapes that are known beforehand, as a CUDA graph needs it. A shape can be a key,
+    and has `tokens` and `sizes`: the numbers of each kind that make up a pass, one kind after the other."""
+
+    @property
+    def passes_per_update(self) -> int: ...
+
+    def shapes_from(self, batch: Any) -> Iterable[Any]:
+        """Those of this batch and of all after it."""
+        ...
+
+    def rows(self, batch: Any) -> list[tuple[NDArray[np.int32], Any]]:
+        """The passes of a batch as numbers, each with its shape."""
+        ...
+
+    def blank(self, shape: Any) -> NDArray[np.int32]:
+        """A pass that counts for nothing."""
+        ...
+
+    def row_pass(self, learner: Learner, words: torch.Tensor, shape: Any) -> Pass: ...
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The shape of sequences of one length."""
+
+    rows: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    @property
+    def sizes(self) -> list[int]:
+        """Inputs and targets."""
+        return [self.tokens, self.tokens]
+
+
 class Sequences:
     """Language modelling on whole sequences of one length: a pass is a slice of the batch."""
 
@@ -79,12 +120,31 @@ class Sequences:
         self.pass_size, self._share = pass_size, share
         """`share`: sequences of a batch on one process; every pass size divides it."""
 
+    @property
+    def passes_per_update(self) -> int:
+        return self._share // self.pass_size
+
     def passes(self, learner: Learner, batch: SequenceBatch) -> Iterable[Pass]:
         device, model = learner.process.device, learner.model
         inputs, targets = (t.to(device, non_blocking=True) for t in (batch.inputs_BT, batch.targets_BT))
         learner.mark("copy_s")
         for x_BT, y_BT in zip(inputs.split(self.pass_size), targets.split(self.pass_size), strict=True):
             yield learner.rule.learn(model, x_BT, y_BT)
+
+    def shapes_from(self, batch: SequenceBatch) -> list[Grid]:
+        return [Grid(self.pass_size, batch.inputs_BT.shape[1])]
+
+    def rows(self, batch: SequenceBatch) -> list[tuple[NDArray[np.int32], Grid]]:
+        (shape,) = self.shapes_from(batch)
+        parts = zip(batch.inputs_BT.split(shape.rows), batch.targets_BT.split(shape.rows), strict=True)
+        return [(torch.cat([x_BT, y_BT]).int().flatten().numpy(), shape) for x_BT, y_BT in parts]
+
+    def blank(self, shape: Grid) -> NDArray[np.int32]:
+        return np.repeat(np.array([0, IGNORED], dtype=np.int32), shape.tokens)
+
+    def row_pass(self, learner: Learner, words: torch.Tensor, shape: Grid) -> Pass:
+        x_BT, y_BT = words.view(2, shape.rows, shape.length).unbind()
+        return learner.rule.learn(learner.model, x_BT, y_BT.long())
 
     def shrink(self) -> bool:
         half = max(1, self.pass_size // 2)

@@ -98,18 +98,20 @@ class Muon(_Uncompiled):
                 self._update(stack, group)
 
     def _update(self, stack: Sequence[Tensor], group: dict[str, Any]) -> None:
-        updates = []
+        """Learning rate and momentum may be tensors, which a captured update reads anew at each replay."""
+        updates, new = [], 1 - group["momentum"]
         for p in stack:
             assert p.grad is not None
             buffer = self.state[p]["momentum_buffer"]
-            buffer.lerp_(p.grad, 1 - group["momentum"])
+            buffer.lerp_(p.grad, new)
             # Nesterov; half the bytes to gather
             updates.append(full(p.grad.lerp(buffer, group["momentum"]).bfloat16()))
         rows, columns = stack[0].shape
-        lr = group["lr"] * max(1.0, rows / columns) ** 0.5
+        lr, kept = group["lr"] * max(1.0, rows / columns) ** 0.5, 1 - group["lr"] * group["weight_decay"]
         for p, update in zip(stack, orthogonalize(torch.stack(updates), group["iteration"]), strict=True):
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(part_of(update, p).to(p.dtype), alpha=-lr)
+            p.mul_(kept)
+            change = part_of(update, p).to(p.dtype)
+            p.addcmul_(change, lr, value=-1) if isinstance(lr, Tensor) else p.add_(change, alpha=-lr)
 
 
 def orthogonalize(x: Tensor, iteration: MuonIteration = "quintic") -> Tensor:

@@ -290,6 +290,12 @@ class Packed:
         tokens_1T, targets_1A, packing = unpack(words, shape)
         return learner.rule.learn(learner.model, tokens_1T, targets_1A, packing)
 
+    def shapes_from(self, batch: ExampleBatch) -> list[Shape]:
+        return self.shapes[batch.position - 1 :]
+
+    def blank(self, shape: Shape) -> NDArray[np.int32]:
+        return pack([], shape)
+
     def rows(self, batch: ExampleBatch) -> list[tuple[NDArray[np.int32], Shape]]:
         """The passes of a batch as packed numbers."""
         fixed = self.shapes[batch.position - 1] if self.static else None
