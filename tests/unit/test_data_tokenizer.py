@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from redline.data import tokenizer as tokenizer_module
 from redline.data.read import SHIPPED, documents
 from redline.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from redline.errors import DataError
@@ -114,3 +115,32 @@ def test_published_tokenizers(name: str, vocab_size: int, eot_id: int, itemsize:
     )
     if name == "gpt2":
         assert tokenizer.encode(["Hello world"]) == [[15496, 995]]  # as published
+
+
+def test_a_long_file_is_parsed_once_and_then_only_to_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tokenizer_module, "REMEMBERED_BYTES", len(BPE.text))
+    file = tmp_path / "tokenizer.json"
+    BPE.save(file)
+
+    def opened() -> tuple[Tokenizer, bool]:
+        tokenizer_module._LAST.clear()
+        found = load_tokenizer(file)
+        return found, "_inner" in vars(found)
+
+    first, parsed = opened()
+    again, parsed_again = opened()
+    assert (parsed, parsed_again) == (True, False)
+    facts = [(t.fingerprint, t.vocab_size, t.eot_id, t.dtype) for t in (first, again, BPE)]
+    assert facts[0] == facts[1] == facts[2]
+    assert again.encode(["To be"]) == BPE.encode(["To be"])
+    (memory,) = (tmp_path / "cache" / "tokenizers").iterdir()
+    for broken in ("", "[]", '{"vocab_size": "512"}', "{}"):
+        memory.write_text(broken)
+        assert opened()[1]
+    other = train_bpe(iter(small_corpus()), 500)
+    monkeypatch.setattr(tokenizer_module, "REMEMBERED_BYTES", 0)
+    other.save(file)
+    assert opened()[0].vocab_size == other.vocab_size

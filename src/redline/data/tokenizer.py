@@ -5,19 +5,21 @@ Special tokens are recognised only in prompts that Redline wrote (`encode_prompt
 (`redline.engine.prompt`), truncation and padding (the file's settings are ignored).
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from redline.errors import DataError
-from redline.record.files import read_text, write_atomic
+from redline.errors import DataError, StorageError
+from redline.record.files import cache_folder, read_json, read_text, write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
 # In order of preference: in a chat model, the token that ends a document comes before the one that ends a turn.
@@ -29,28 +31,42 @@ class Tokenizer:
 
     def __init__(self, text: str, name: str) -> None:
         """`text` is the content of a tokenizer.json; `name` says where it is from, for errors."""
-        try:
-            self._inner = tokenizers.Tokenizer.from_str(text)
-            settings = json.loads(text)
-        except Exception as error:  # the Rust side raises a bare Exception for whatever it cannot parse
-            raise DataError(f"{name} cannot be read as a tokenizer.json: {error}") from error
-        self.text = text
-        self._inner.no_truncation()
-        self._inner.no_padding()
-        self._inner.encode_special_tokens = True
-        ids = self._inner.get_vocab(with_added_tokens=True)
-        self.vocab_size: int = max(ids.values(), default=-1) + 1
+        self.text, self._name = text, name
+        facts = _remembered(text) or self._facts()
+        self.vocab_size: int = facts["vocab_size"]
         """Ids run from 0 to vocab_size - 1; some may be unused."""
-        ends = [ids[end] for end in _END_NAMES if end in ids]
-        if not ends:
-            raise DataError(f"{name} has no token that ends a document, one of {', '.join(_END_NAMES)}")
-        self.eot_id: int = ends[0]
+        self.eot_id: int = facts["eot_id"]
         """The token after every document."""
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
         """The smallest integer that holds every id."""
-        meaning = {key: value for key, value in settings.items() if key not in ("truncation", "padding")}
-        self.fingerprint: str = hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
+        self.fingerprint: str = facts["fingerprint"]
         """Equal fingerprints mean equal tokens, whatever the layout of the JSON."""
+
+    def _facts(self) -> dict[str, Any]:
+        ids = self._inner.get_vocab(with_added_tokens=True)
+        ends = [ids[end] for end in _END_NAMES if end in ids]
+        if not ends:
+            raise DataError(f"{self._name} has no token that ends a document, one of {', '.join(_END_NAMES)}")
+        settings = json.loads(self.text)
+        meaning = {key: value for key, value in settings.items() if key not in ("truncation", "padding")}
+        facts = {
+            "vocab_size": max(ids.values(), default=-1) + 1,
+            "eot_id": ends[0],
+            "fingerprint": hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest(),
+        }
+        _remember(self.text, facts)
+        return facts
+
+    @functools.cached_property
+    def _inner(self) -> tokenizers.Tokenizer:
+        try:
+            inner = tokenizers.Tokenizer.from_str(self.text)
+        except Exception as error:  # the Rust side raises a bare Exception for whatever it cannot parse
+            raise DataError(f"{self._name} cannot be read as a tokenizer.json: {error}") from error
+        inner.no_truncation()
+        inner.no_padding()
+        inner.encode_special_tokens = True
+        return inner
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens; runs on Rust threads and releases the GIL."""
@@ -85,7 +101,33 @@ class Tokenizer:
 
 
 _LAST: list[Tokenizer] = []
-"""The one that was read last: a start meets the same text several times, and GPT-2's takes 0.24 s to parse."""
+"""The one that was read last: a start meets the same text several times."""
+REMEMBERED_BYTES = 2**20
+"""What it takes to parse a longer text (GPT-2's: 0.24 s) is not spent again: a start on tokens that are there parses none."""
+
+
+def _memory(text: str) -> Path | None:
+    if len(text) < REMEMBERED_BYTES:
+        return None
+    return cache_folder() / "tokenizers" / f"{hashlib.sha256(text.encode(errors='replace')).hexdigest()}.json"
+
+
+def _remembered(text: str) -> dict[str, Any] | None:
+    """What this text was found to be when it was parsed."""
+    path = _memory(text)
+    try:
+        facts = read_json(path, dict, error=DataError) if path is not None and path.exists() else {}
+    except DataError:
+        return None
+    kinds = {"vocab_size": int, "eot_id": int, "fingerprint": str}
+    return facts if {name: type(value) for name, value in facts.items()} == kinds else None
+
+
+def _remember(text: str, facts: dict[str, Any]) -> None:
+    if (path := _memory(text)) is not None:
+        with contextlib.suppress(OSError, StorageError):  # the next start parses again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps(facts))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
