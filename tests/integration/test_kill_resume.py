@@ -214,7 +214,7 @@ def test_the_clock_ends_the_run_and_the_schedule(nano: Nano, tmp_path: Path) -> 
     killed = nano.train(recipe, run, fault=Fault("clock_of_updates", update_s=180.0, killed_at=8))
     assert killed.code == -signal.SIGKILL
     done = nano.outcome(recipe, run, fault=Fault("clock_of_updates", update_s=180.0))
-    assert (done["why"], done["step"]) == ("time limit of 1.0 h", 21)
+    assert (done["why"], done["step"]) == ("time limit of 1 h", 21)
     lines = steps(run)
     assert [line["elapsed_s"] for line in lines] == pytest.approx([180.0 * line["step"] for line in lines])
     assert "valid_loss" in lines[-1]

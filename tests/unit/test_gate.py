@@ -2,14 +2,17 @@
 
 import json
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from redline.bench.results import slower, slower_than
+from redline.bench.results import recorded as record_of
+from redline.bench.results import slower
 from redline.cli.main import main
 from redline.errors import ConfigError
+from redline.machine.facts import read_facts
 
 ROOT = Path(__file__).parents[2] / "benchmarks"
 
@@ -57,18 +60,20 @@ def test_an_arm_that_fails_is_slower_and_an_alternative_is_not_judged(recorded: 
 
 def test_what_cannot_be_compared_is_refused(recorded: dict[str, Any], tmp_path: Path) -> None:
     other = deepcopy(recorded)
-    other["machine"]["gpus"] = []
-    with pytest.raises(ConfigError, match="another kind of machine"):
-        slower(recorded, other)
-    other = deepcopy(recorded)
     other["results"][0]["recipe"]["train"]["batch_size"] = 4
     with pytest.raises(ConfigError, match="no arm of this benchmark"):
         slower(recorded, other)
-    now, wrong = tmp_path / "now.md", tmp_path / "wrong.json"
-    now.with_suffix(".json").write_text(json.dumps(recorded))
-    wrong.write_text("{}")
-    with pytest.raises(ConfigError, match="not the JSON of a benchmark"):
-        slower_than(now, wrong)
+    record, here = tmp_path / "record.json", asdict(read_facts())
+    for found, why in (
+        ({}, "not the JSON of a benchmark"),
+        ({"machine": here, "lanes": []}, "holds no speed"),  # a race's
+        (recorded | {"machine": {**here, "gpus": [{"name": "another"}]}}, "another kind of machine"),
+    ):
+        record.write_text(json.dumps(found))
+        with pytest.raises(ConfigError, match=why):
+            record_of(record, read_facts())
+    record.write_text(json.dumps(recorded | {"machine": here}))
+    assert record_of(record, read_facts())["results"] == recorded["results"]
 
 
 @pytest.mark.parametrize("what", ["train", "generate", "finetune", "rl"])
@@ -89,13 +94,17 @@ def test_a_shipped_result_passes_against_itself_and_fails_at_half_the_speed(what
 
 
 @pytest.mark.parametrize("command", [["race", "nano"], ["bench", "rl", "--quick"], ["bench", "train"]])
-def test_a_record_that_is_not_there_is_refused_before_anything_is_measured(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_record_is_refused_before_anything_is_measured(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measured() -> None:
-        raise AssertionError("it went on to read the machine's facts")
+    def measured(*given: object) -> None:
+        raise AssertionError("it went on to measure")
 
-    for module in ("race", "bench"):
-        monkeypatch.setattr(f"redline.cli.{module}.read_facts", measured)
+    for name in ("race.ceilings_of", "bench._train", "bench._measure"):
+        monkeypatch.setattr(f"redline.cli.{name}", measured)
     assert main([*command, "--against", "nowhere.json"]) == 2
     assert capsys.readouterr().err == "redline: nowhere.json cannot be read: No such file or directory\n"
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("{}")
+    assert main([*command, "--against", str(wrong)]) == 2
+    assert f"{wrong} is not the" in capsys.readouterr().err

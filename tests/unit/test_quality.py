@@ -191,10 +191,31 @@ def test_another_training_is_kept_if_it_reaches_the_loss_sooner(tmp_path: Path) 
     assert tf32.quality is not None
     assert (muon.kept, muon.verdict, muon.quality.figure) == (True, "slower", "seconds to the loss")
     assert math.exp(-(muon.quality.worse_by or 0)) == pytest.approx(2.0)
-    assert "2.00x [2.00, 2.00], sooner" in str(muon.quality)
+    assert str(muon.quality) == "10.0 → 5.0 s to 4.0020, 2.00x [2.00, 2.00], sooner"
     assert (tf32.kept, "same training" in tf32.numerics) == (True, True)
     assert rows["leave one out", "muon"].outcome == "ok"
     assert "another training" in rows["leave one out", "muon"].numerics
+
+
+def test_a_recipe_that_ends_by_the_clock_is_compared_over_the_same_updates(tmp_path: Path) -> None:
+    """Of 100 s at 2 updates/s it warms up for 40 of 200 updates, whatever its 5,000 steps say: in 30 s, 12 of 60. Against
+    another training it keeps a clock, of 30 s."""
+    recipe = load_recipe(
+        "nano", ["train.steps=5000", "train.warmup_steps=40", f"train.max_hours={100 / 3600!r}"]
+    )
+    seen = list[Any]()
+
+    def train(recipe: Path, run: Path, plan: Path | None) -> str:
+        seen.append(load_recipe(str(recipe)).train)
+        return "that is enough"
+
+    judging, speed = judge(tmp_path, train, seeds=1, seconds=30.0), 2.0 * recipe.tokens_per_step
+    muon = replace(recipe, train=replace(recipe.train, optimizer="muon"))
+    judging.same_training(planned(recipe, micro_batch=8), planned(recipe, micro_batch=4), speed)
+    judging.other_training(planned(recipe), planned(muon), speed)
+    ends = [(t.steps, t.warmup_steps, t.max_hours) for t in seen]
+    assert set(ends[:2]) == {(60, 12, None)}
+    assert set(ends[2:]) == {(5000, 12, 30 / 3600)}
 
 
 def test_a_recipe_without_a_training_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
-from redline.config.load import load_recipe
-from redline.errors import ConfigError, StorageError
+from redline.cli.main import main
+from redline.config.load import load_recipe, to_toml
+from redline.errors import ConfigError, MachineError, StorageError
 from redline.machine.facts import read_facts
 from redline.measure.statistics import difference
-from redline.tune.race import Arm, Lane, Point, ladder, race, reached, rows, slower_than
+from redline.tune.race import Arm, Lane, Point, Result, ladder, race, reached, recorded, rows, slower_than
 
 EVERY = ["train.eval_every=10", "train.steps=40"]
 NANO = load_recipe("nano", EVERY)
 SLOW = load_recipe("nano", [*EVERY, "train.lr=1e-3"])
+ARMS = (Arm("fast", NANO), Arm("slow", SLOW))
 
 
 class Trainings:
@@ -25,10 +27,11 @@ class Trainings:
 
     def __init__(self, joules: bool = False) -> None:
         self.calls: list[str] = []
-        self.joules, self.fail, self.slower = joules, "", 1.0
+        self.joules, self.fail, self.stop, self.slower = joules, "", "", 1.0
 
     def __call__(self, recipe: Path, run: Path, plan: Path | None) -> str | None:
         self.calls.append(run.name)
+        why = "stopped by signal" if self.stop and self.stop in run.name else "finished"
         if self.fail and self.fail in run.name:
             return "loss is nan at step 3"
         loaded = load_recipe(str(recipe))
@@ -40,7 +43,7 @@ class Trainings:
         told = [
             {"event": "start", "step": 0, "data": "d"},
             {"event": "start_up", "step": 1, "total_s": 8.0 + step_s},
-            {"event": "end", "step": 40, "why": "finished"},
+            {"event": "end", "step": 40, "why": why},
         ]
         (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
         return None
@@ -52,8 +55,7 @@ class Trainings:
         return line | ({"energy_j": 50.0 * line["elapsed_s"]} if self.joules else {})
 
 
-def raced(folder: Path, train: Trainings, *, seeds: int = 2, arms: tuple[Arm, ...] = ()) -> Any:
-    arms = arms or (Arm("fast", NANO), Arm("slow", SLOW))
+def raced(folder: Path, train: Trainings, *, seeds: int = 2, arms: tuple[Arm, ...] = ARMS) -> Any:
     return race(arms, folder, read_facts(), seeds=seeds, train=train, progress=lambda text: None)
 
 
@@ -81,6 +83,32 @@ def test_every_seed_of_a_finished_arm_is_kept_and_an_interrupted_one_starts_over
         raced(tmp_path, train, arms=(Arm("fast", SLOW),))
 
 
+def test_runs_that_were_copied_are_kept_and_one_that_was_killed_at_its_start_is_not(tmp_path: Path) -> None:
+    train = Trainings()
+    raced(tmp_path, train)
+    for path in tmp_path.glob("fast-seed-*.toml"):
+        path.unlink()
+    (tmp_path / "slow-seed-2").mkdir()
+    (tmp_path / "slow-seed-2.toml").write_text(to_toml(replace(SLOW, train=replace(SLOW.train, seed=2))))
+    train.calls.clear()
+    raced(tmp_path, train, seeds=3)
+    assert train.calls == ["fast-seed-2", "slow-seed-2"]
+    (tmp_path / "fast-seed-3").mkdir()  # somebody's folder
+    with pytest.raises(StorageError, match="another recipe"):
+        raced(tmp_path, train, seeds=4)
+
+
+def test_a_run_that_was_stopped_is_no_result(tmp_path: Path) -> None:
+    train = Trainings()
+    train.stop = "slow-seed-0"
+    with pytest.raises(MachineError, match="stopped by signal"):
+        raced(tmp_path, train)
+    train.stop = ""
+    train.calls.clear()
+    raced(tmp_path, train, seeds=1)
+    assert train.calls == ["slow-seed-0"]
+
+
 def test_a_failed_run_is_told_and_the_race_goes_on(tmp_path: Path) -> None:
     train = Trainings()
     train.fail = "slow-seed-0"
@@ -90,6 +118,49 @@ def test_a_failed_run_is_told_and_the_race_goes_on(tmp_path: Path) -> None:
     table = {(row[0], row[1]): row for row in rows(result)}
     assert table["2", "slow"][2] == "1 of 2"
     assert table["2", "fast"][6] == "–"
+    assert table["2", "slow"][7] == "–", "a speed-up over the seeds that got there would flatter"
+
+
+def lane(name: str, *curves: tuple[float, ...]) -> Lane:
+    """A recipe whose seeds validate every 10 s."""
+    points = [
+        tuple(Point(loss, 10.0 * n, 10.0 * n, 1.0, None) for n, loss in enumerate(losses, 1)) for losses in curves
+    ]  # fmt: skip
+    return Lane(name=name, fingerprint=name, curves=tuple(points), start_up_s=(), failed=())
+
+
+def test_a_loss_is_reached_between_neighbours_also_if_it_had_risen() -> None:
+    """3.4 lies between the validations at 20 s (3.8) and 30 s (3.2), two thirds of the way; at 15 s it was above."""
+    (curve,) = lane("a", (3.5, 3.8, 3.2, 3.3)).curves
+    found = reached(curve, 3.4)
+    assert found is not None
+    assert found.seconds == pytest.approx(20 + 10 * 2 / 3)
+    assert lane("a", (3.5, 3.8, 3.2, 3.3)).lowest == [3.2]
+
+
+def test_a_time_that_is_only_known_to_be_short_is_marked() -> None:
+    """The second recipe is below 4.0, where the first ends after 20 s, by its first validation after 10 s."""
+    slow, fast = lane("slow", (5.0, 4.0), (5.0, 4.0)), lane("fast", (3.9, 3.0), (3.9, 3.0))
+
+    def at_4(*lanes: Lane) -> dict[str, tuple[str, ...]]:
+        found = Result(machine={}, data={}, seeds=2, rungs=(4.0,), lanes=lanes)
+        return {row[1]: row for row in rows(found)}
+
+    assert at_4(slow, fast)["slow"][3] == "20.0"
+    assert (at_4(slow, fast)["fast"][3], at_4(slow, fast)["fast"][7]) == ("≤ 10.0", "≥ 2.00x [2.00, 2.00]")
+    assert at_4(fast, slow)["slow"][7] == "≤ 0.50x [0.50, 0.50]"
+    assert at_4(fast, replace(fast, name="too"))["too"][7] == "–"
+
+
+def test_a_speed_up_is_of_all_seeds() -> None:
+    base, other = lane("base", (5.0, 4.0), (5.0, 4.0)), lane("other", (5.0, 3.0), (5.0, 4.5))
+    found = {
+        row[:2]: row
+        for row in rows(Result(machine={}, data={}, seeds=2, rungs=(4.6, 4.0), lanes=(base, other)))
+    }
+    assert found["4.6", "other"][7].startswith("0.95x [")  # 14 s over the root of 12 s x 18 s
+    assert found["4", "other"][2:4] == ("1 of 2", "15.0")
+    assert found["4", "other"][7] == "–"
 
 
 @pytest.mark.parametrize(
@@ -110,36 +181,89 @@ def test_recipes_whose_losses_do_not_compare_are_refused_by_name(
     assert key in str(refused.value)
 
 
-def test_the_ladder_has_what_every_lane_reached_at_the_end(tmp_path: Path) -> None:
-    def lane(name: str, *losses: float) -> Lane:
-        curve = [Point(loss, 1.0 + i, 1.0, 1.0, None) for i, loss in enumerate(losses)]
-        return Lane(name=name, fingerprint=name, curves=[curve], start_up_s=[0.0], failed=[])
-
-    lanes = [lane("a", 5.0, 4.0, 3.3), lane("b", 6.0, 4.4567)]
+def test_the_ladder_has_what_every_lane_reached_at_the_end() -> None:
+    lanes = [lane("a", (5.0, 4.0, 3.3)), lane("b", (6.0, 4.4567))]
     rungs = ladder(lanes)
     assert {3.3, 4.457} <= set(rungs)
     assert list(rungs) == sorted(rungs, reverse=True)
     assert rungs[0] <= 5.0
     assert all(any(lane.at(rung) for lane in lanes) for rung in rungs)
-    assert ladder([replace(lanes[0], curves=[])]) == ()
+    assert ladder([replace(lanes[0], curves=())]) == ()
+
+
+def test_the_target_of_a_race_is_on_its_ladder(tmp_path: Path) -> None:
+    arm = Arm("fast", load_recipe("nano", [*EVERY, "train.target_loss=3.123"]))
+    result = raced(tmp_path, Trainings(), arms=(arm,))
+    assert result.rungs.count(3.123) == 1
+    assert {row[0] for row in rows(result)} >= {"3.123", "2"}
 
 
 def test_a_gate_passes_the_same_times_and_names_what_became_slower(tmp_path: Path) -> None:
     train = Trainings()
     before = raced(tmp_path / "a", train, seeds=3)
-    record = tmp_path / "a" / "race.json"
-    assert slower_than(before, record) == []
+    assert recorded(tmp_path / "a" / "race.json", ARMS, read_facts(), 3).lanes == before.lanes
+    assert slower_than(before, before) == []
     train.slower = 1.2
-    (now,) = slower_than(raced(tmp_path / "b", train, seeds=3, arms=(Arm("fast", NANO),)), record)
-    assert now.startswith("fast takes 1.1")
+    (now,) = slower_than(raced(tmp_path / "b", train, seeds=3, arms=(Arm("fast", NANO),)), before)
+    assert now.startswith("fast takes 56.4 s to a loss of 2; recorded 48.4 s (1.17x, at least 1.1")
     shorter = replace(before.lanes[0], curves=[curve[:-1] for curve in before.lanes[0].curves])
-    assert "0 of 3 seeds" in slower_than(replace(before, lanes=[shorter]), record)[0]
-    elsewhere = replace(before, machine={**before.machine, "gpus": [{"name": "another"}]})
-    with pytest.raises(ConfigError, match="another kind of machine"):
-        slower_than(elsewhere, record)
+    assert "with 0 of 3 seeds; recorded 3 of 3" in slower_than(replace(before, lanes=[shorter]), before)[0]
+
+
+def test_a_gate_counts_seeds_that_failed(tmp_path: Path) -> None:
+    before = raced(tmp_path, Trainings(), seeds=3)
+    first = before.lanes[0]
+    worse = replace(first, curves=first.curves[:2], failed=("loss is nan",))
+    (why,) = slower_than(replace(before, lanes=(worse,)), before)
+    assert why.startswith("fast reached a loss of 2 with 2 of 3 seeds")
+    assert slower_than(replace(before, lanes=(worse,)), replace(before, lanes=(worse,))) == []
+    all_of_them = replace(first, curves=(), failed=("loss is nan",) * 3)
+    assert "0 of 3" in slower_than(replace(before, lanes=(all_of_them,)), before)[0]
+
+
+def test_a_record_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    raced(tmp_path, Trainings(), seeds=2)
+    record = tmp_path / "race.json"
+    whole = json.loads(record.read_text())
+
+    def refused(why: str, arms: tuple[Arm, ...] = ARMS, seeds: int = 2, **changed: Any) -> None:
+        record.write_text(json.dumps(whole | changed))
+        with pytest.raises(ConfigError, match=why):
+            recorded(record, arms, read_facts(), seeds)
+
+    refused("another kind of machine", machine={**whole["machine"], "gpus": [{"name": "another"}]})
+    refused("other data", arms=(Arm("fast", load_recipe("nano", [*EVERY, "data.source=x"])),))
+    refused("none of these recipes", arms=(Arm("new", NANO),))
+    refused("at least 2", seeds=1)
+    refused("at least 2", lanes=[lane | {"curves": lane["curves"][:1]} for lane in whole["lanes"]])
     record.write_text("{}")
     with pytest.raises(ConfigError, match=r"not the race\.json"):
-        slower_than(before, record)
+        recorded(record, ARMS, read_facts(), 2)
+
+
+def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = Trainings()
+    train.fail = "lr=1e-3"
+    for name, stand_in in (("train_in_process", train), ("ceilings_of", str), ("tokenise", str)):
+        monkeypatch.setattr(f"redline.cli.race.{name}", stand_in)
+    monkeypatch.setenv("COLUMNS", "60")
+    sets = [part for value in EVERY for part in ("--set", value)]
+    command = ["race", "nano", "nano@train.lr=1e-3", *sets, "--seeds", "2", "--out"]
+    assert main([*command, str(tmp_path / "a")]) == 0
+    shown = capsys.readouterr().out
+    assert "M tokens 0.004" in shown, "a cell below its row has the name of its column"
+    assert "nano: lowest losses 2.0000, 2.0000; start-up 8.0, 8.0 s\n" in shown
+    assert "nano-train.lr=1e-3: no run finished\n  a run failed: loss is nan at step 3\n" in shown
+    assert (tmp_path / "a" / "report.html").exists()
+    train.slower = 2.0
+    record = str(tmp_path / "a" / "race.json")
+    assert main([*command, str(tmp_path / "b"), "--against", record, "--json"]) == 1
+    found, told = capsys.readouterr()
+    (slower,) = json.loads(found)["slower"]
+    assert slower.startswith("nano takes 88.2 s to a loss of 2; recorded 48.2 s")
+    assert told.endswith(f"slower than {record}: {slower}\n")
 
 
 def test_the_interval_over_seeds_is_welchs() -> None:

@@ -23,7 +23,7 @@ from redline.report.ablation import ablation
 from redline.report.compare import comparable, ratio
 from redline.report.figures import summarise, time_parts
 from redline.report.series import curves
-from redline.report.view import accuracies, plan_rows, view
+from redline.report.view import accuracies, plan_rows, side_by_side, view
 
 
 class TestFigures:
@@ -264,11 +264,13 @@ class TestComparison:
         assert "compares the validation losses of different recipes" in verdict.text
         (paths[1] / "plan.json").write_text(json.dumps(plan(work="other")))
         assert comparable(read_runs(paths)).level == "loss only"
+        assert "against the first" not in dict(side_by_side([view(run) for run in read_runs(paths)]))
         written = (paths[1] / "recipe.toml").read_text()
         (paths[1] / "recipe.toml").write_text(written.replace("tinyshakespeare", "other"))
         assert comparable(read_runs(paths)).level == "no"
         (paths[1] / "plan.json").write_text(json.dumps(plan()))
         assert comparable(read_runs(paths)).level == "speed only"
+        assert "against the first" in dict(side_by_side([view(run) for run in read_runs(paths)]))
         (paths[1] / "recipe.toml").unlink()
         assert comparable(read_runs(paths)).level == "no"
 

@@ -93,22 +93,25 @@ NAMING = ("row", "prompts", "samples", "sequences", "rows")
 """What tells the rows of one benchmark apart."""
 
 
-def slower_than(page: Path, recorded: Path) -> list[str]:
-    """What a benchmark just written says against a recorded one."""
-    now, before = (read_json(path, dict, error=ConfigError) for path in (page.with_suffix(".json"), recorded))
+def recorded(path: Path, facts: MachineFacts) -> dict[str, Any]:
+    """A recorded benchmark; refuses what no benchmark on this machine can be compared with, before one is run."""
+    before = read_json(path, dict, error=ConfigError)
     try:
-        return slower(now, before)
+        alike, speeds = same_kind(before["machine"], asdict(facts)), _speeds(before)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{recorded} is not the JSON of a benchmark ({error!r}): give one that `redline bench` wrote"
+            f"{path} is not the JSON of a benchmark ({error!r}): give one that `redline bench` wrote"
         ) from error
+    if not speeds:
+        raise ConfigError(f"{path} holds no speed of a benchmark: give a JSON that `redline bench` wrote")
+    if not alike:
+        raise ConfigError(f"{path} was made on another kind of machine: record one here first")
+    return before
 
 
 def slower(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     """Our arms that are slower than in a recorded result, beyond the intervals of both and what two sessions on one
-    machine differ by; an arm that failed counts. Refuses a record that cannot be compared."""
-    if not same_kind(before["machine"], now["machine"]):
-        raise ConfigError("the recorded result is of another kind of machine: record one here first")
+    machine differ by; an arm that failed counts. Refuses a record of other work."""
     here, then = _speeds(now), _speeds(before)
     if not here.keys() & then.keys():
         raise ConfigError(

@@ -16,7 +16,7 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 
-from redline.bench.results import slower_than
+from redline.bench.results import recorded, slower
 from redline.cli.options import ceilings_of, status
 from redline.config.load import load_recipe
 from redline.errors import ConfigError, MachineError
@@ -70,15 +70,16 @@ def run(options: argparse.Namespace) -> int:
     known = ARMS[options.verb]
     if wrong := [arm for arm in options.arm if arm not in known]:
         raise ConfigError(f"--arm must be one of {', '.join(known)}, got {wrong[0]!r}")
-    if against := getattr(options, "against", None):
-        read_json(against, dict, error=ConfigError)  # or a wrong name would be told after minutes
+    against = getattr(options, "against", None)
+    before = recorded(against, read_facts()) if against else None
     path = _train(options) if options.verb == "train" else _measure(options)
     print(path.read_text(encoding="utf-8"))
     print(f"written to {path} and {path.with_suffix('.json')}")
-    slower = slower_than(path, against) if against else []
-    for why in slower:
+    now = read_json(path.with_suffix(".json"), dict, error=ConfigError)
+    worse = slower(now, before) if before else []
+    for why in worse:
         status(f"slower than {against}: {why}")
-    return 1 if slower else 0
+    return 1 if worse else 0
 
 
 def _train(options: argparse.Namespace) -> Path:

@@ -17,12 +17,23 @@ from redline.cli.options import ceilings_of, print_json, status, tokenise
 from redline.config.load import load_recipe
 from redline.errors import ConfigError
 from redline.machine.facts import read_facts
-from redline.record.files import read_json
 from redline.record.units import DASH
-from redline.report.grid import show
+from redline.report.grid import Grid, Output
 from redline.report.page import write_page
 from redline.report.view import views
-from redline.tune.race import COLUMNS, RESULT, Arm, Result, check, race, rows, slower_than, train_in_process
+from redline.tune.race import (
+    AT_MOST,
+    COLUMNS,
+    RESULT,
+    Arm,
+    Result,
+    check,
+    race,
+    recorded,
+    rows,
+    slower_than,
+    train_in_process,
+)
 
 ARGUMENTS = """
 RECIPE...                  shipped recipes or .toml files; RECIPE@TABLE.KEY=VALUE is a variant of one
@@ -42,16 +53,15 @@ def run(options: argparse.Namespace) -> int:
     sets += [f"train.max_hours={options.seconds / 3600!r}"] if options.seconds else []
     arms = [_arm(text, sets) for text in options.recipe]
     check(arms)
-    if options.against:
-        read_json(options.against, dict, error=ConfigError)  # or a wrong name would be told after hours
     facts = read_facts()
+    before = recorded(options.against, arms, facts, options.seeds) if options.against else None
     ceilings_of(facts)  # or the first run would measure them, and its start-up would count it
     tokenise(arms[0].recipe)
     result = race(arms, options.out, facts, seeds=options.seeds, train=train_in_process, progress=status)
     folders = [options.out / f"{arm.name}-seed-0" for arm in arms]
     if runs := [folder for folder in folders if folder.exists()]:
         write_page(views(runs), options.out / "report.html")
-    slower = slower_than(result, options.against) if options.against else []
+    slower = slower_than(result, before) if before else []
     if options.json:
         print_json({**asdict(result), "slower": slower})
     else:
@@ -75,15 +85,19 @@ def _print(result: Result, folder: Path) -> None:
     kept = [place for place in range(len(COLUMNS)) if measured or place != joules]
     shown = [tuple(row[place] for place in kept) for row in table]
     title = f"Time to loss over {result.seeds} seed(s), on the same data"
-    show([COLUMNS[place] for place in kept], shown, title=title, right=(0,))
+    print(title)
+    Output().print(Grid([COLUMNS[place] for place in kept], shown, right=(0,), named_below=True))
     for lane in result.lanes:
-        losses = ", ".join(f"{loss:.4f}" for loss in lane.final) or "none"
+        losses = ", ".join(f"{loss:.4f}" for loss in lane.lowest)
         start = ", ".join(f"{start_up_s:.1f}" for start_up_s in lane.start_up_s)
-        print(f"{lane.name}: final losses {losses}; start-up {start} s")
+        ended = f"lowest losses {losses}; start-up {start} s" if lane.curves else "no run finished"
+        print(f"{lane.name}: {ended}")
         for why in lane.failed:
             print(f"  a run failed: {why}")
+    early = any(cell.startswith(AT_MOST) for row in table for cell in row)
+    unknown = " ≤: there by the first validation, so when is not known." if early else ""
     print(
         "Median of the seeds [lowest, highest]; seconds from the command on, validations included; net: without start-up;"
-        f" speed-up against the first recipe, 90 % interval.{'' if measured else ' No joules: no GPU counts them here.'}"
+        f" speed-up against the first recipe, 90 % interval.{unknown}{'' if measured else ' No joules: no GPU counts them here.'}"
     )
     print(f"written to {folder / RESULT}; the curves of the first seed: {folder / 'report.html'}")

@@ -29,7 +29,7 @@ from redline.record.units import (
 )
 from redline.record.words import BAD, LOST, told, told_validation
 from redline.report.ablation import Ablation, ablation
-from redline.report.compare import ratio
+from redline.report.compare import comparable, ratio
 from redline.report.crew import Crew, crew
 from redline.report.figures import Summary, summarise
 from redline.report.reinforcement import Reinforcement, reinforcement
@@ -323,9 +323,11 @@ def accuracies(evaluations: list[dict[str, Any]]) -> list[Test]:
 
 
 def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
-    """The comparison: one row a figure, one cell a run; speeds also as a factor of the first run's."""
+    """The comparison: one row a figure, one cell a run; speeds that compare also as a factor of the first
+    run's."""
     all_ = [run.summary for run in runs]
     rft = all(s.workload == "rft" for s in all_)
+    speeds = comparable([run.run for run in runs]).level in ("yes", "speed only")
     covered, whole = ("fine-tuning", "all of fine-tuning") if rft else ("training", "whole run")
     rows: list[tuple[str, list[str]]] = [
         *_domain_rows(runs),
@@ -334,7 +336,7 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
         ("last validation loss", [_loss(s.quality.valid.get("valid_loss")) for s in all_]),
         ("best validation loss", [_loss(s.quality.best.get("valid_loss")) for s in all_]),
         ("speed, median update", [f"{exact(s.speed.update.value)} {s.speed.unit}" if s.speed.update else DASH for s in all_]),
-        ("against the first", ["1×"] + [_factor(all_[0], s) for s in all_[1:]]),
+        ("against the first", ["1×", *(_factor(all_[0], s) for s in all_[1:])] if speeds else [DASH] * len(all_)),
         (f"speed, {whole}", [f"{exact(s.speed.whole_run)} tokens/s" if s.speed.whole_run else DASH for s in all_]),
         ("of the attainable", [format_limit_share(s.speed.attained_share) for s in all_]),
         ("MFU", [format_limit_share(s.speed.mfu) for s in all_]),

@@ -418,7 +418,7 @@ class Trainer:
         if self.progress.step >= self.train.steps:
             return "finished"
         if self.train.max_hours is not None and self.clock_s >= self.train.max_hours * 3600:
-            return f"time limit of {self.train.max_hours} h"
+            return f"time limit of {self.train.max_hours:g} h"
         if self.train.early_stop_evals and self.progress.evals_without_gain >= self.train.early_stop_evals:
             return "stopped early before"
         return STOPPED if self.process.any(self.stop_requested) else None

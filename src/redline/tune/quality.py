@@ -63,18 +63,18 @@ class Quality:
         """`3.412 → 3.415, +0.003 [-0.002, 0.008], not worse by more than 0.01`, with what would tell if this cannot."""
         if self.worse_by is None:
             return f"{self.verdict}: {self.note}"
-        a, b, digits = fmean(self.before), fmean(self.after), 1 if self.figure == "seconds to the loss" else 4
-        parts = [f"{a:.{digits}f} → {b:.{digits}f}"]
+        a, b, is_time = fmean(self.before), fmean(self.after), self.figure == "seconds to the loss"
+        parts = [f"{a:.1f} → {b:.1f} s {self.note}" if is_time else f"{a:.4f} → {b:.4f}"]
         if self.low is not None and self.high is not None:
             parts.append(self._interval(self.worse_by, self.low, self.high))
         timed = {"not worse": "sooner", "worse": "later"}.get(self.verdict, self.verdict)
         unsure = self.verdict == "cannot tell"
         by = f" (margin {self.margin:g})" if unsure else f" by more than {self.margin:g}"
-        parts.append(timed if self.figure == "seconds to the loss" else self.verdict + by)
+        parts.append(timed if is_time else self.verdict + by)
         if unsure:
             seeds = self.seeds_to_tell
             parts.append(f"about {seeds} seeds would tell" if seeds else "more seeds may tell")
-        return ", ".join([*parts, self.note] if self.note else parts)
+        return ", ".join(parts)
 
     def _interval(self, worse_by: float, low: float, high: float) -> str:
         if self.figure == "seconds to the loss":
@@ -99,10 +99,7 @@ class Judge:
 
     def same_training(self, before: Trained, after: Trained, tokens_per_s: float) -> Quality:
         """The same updates under both plans. `tokens_per_s`: of the first, which says how many fit the time."""
-        short = [
-            (_cut(recipe, self._updates(recipe, tokens_per_s)), plan) for recipe, plan in (before, after)
-        ]
-        arms = [self._arm(*each) for each in short]
+        arms = [self._arm(self._cut(recipe, tokens_per_s), plan) for recipe, plan in (before, after)]
         figure: Figure = "accuracy" if before[0].workload in ("rft", "rl") else "loss"
         margin = self.margin or (ACCURACY_MARGIN if figure == "accuracy" else LOSS_MARGIN)
         pairs: list[tuple[float, float]] = []
@@ -121,10 +118,7 @@ class Judge:
 
     def other_training(self, before: Trained, after: Trained, tokens_per_s: float) -> Quality:
         """The same time for both recipes; refuses those whose losses do not compare."""
-        arms = [
-            self._arm(_timed(recipe, self.seconds, self._updates(recipe, tokens_per_s)), plan)
-            for recipe, plan in (before, after)
-        ]
+        arms = [self._arm(self._timed(recipe, tokens_per_s), plan) for recipe, plan in (before, after)]
 
         def say(text: str) -> None:
             named = text.replace(arms[0].name, "before the change")
@@ -138,18 +132,34 @@ class Judge:
         if failed:
             verdict: MarginVerdict = "worse" if lanes[1].failed else "cannot tell"
             return Quality(figure=figure, verdict=verdict, note=f"a run failed: {failed[-1]}")
-        loss = max(lanes[0].final)
+        loss = max(lanes[0].lowest)
         there = [lane.at(loss) for lane in lanes]
         if len(there[1]) < self.seeds:
-            note = f"{len(there[1])} of {self.seeds} seeds reached {loss:.4f}"
+            note = f"{len(there[1])} of {self.seeds} seeds reached a loss of {loss:.4f}"
             return Quality(figure=figure, verdict="worse", note=note)
         pairs = [(a.seconds, b.seconds) for a, b in zip(*there, strict=True)]
         return replace(_judged(figure, pairs, 0.0), note=f"to {loss:.4f}")
 
-    def _updates(self, recipe: Recipe, tokens_per_s: float) -> int:
+    def _cut(self, recipe: Recipe, tokens_per_s: float) -> Recipe:
+        """A shorter run with a schedule of the same form, its warm-up included. It ends by its updates, whatever the
+        recipe does: a clock would give a slower plan fewer of them."""
         if recipe.workload != "pretrain":
-            return 0
-        return max(1, min(recipe.train.steps, int(self.seconds * tokens_per_s / recipe.tokens_per_step)))
+            return recipe
+        train, updates_per_s = recipe.train, tokens_per_s / recipe.tokens_per_step
+        by_clock = math.inf if train.max_hours is None else train.max_hours * 3600 * updates_per_s
+        whole = max(1, int(min(train.steps, by_clock)))
+        steps = max(1, min(whole, int(self.seconds * updates_per_s)))
+        warmup = min(steps, math.ceil(train.warmup_steps * steps / whole))
+        return replace(recipe, train=replace(train, steps=steps, warmup_steps=warmup, max_hours=None))
+
+    def _timed(self, recipe: Recipe, tokens_per_s: float) -> Recipe:
+        """A run that ends after this time, and validates often enough to say when it reached a loss."""
+        short, every = self._cut(recipe, tokens_per_s).train, recipe.train.eval_every
+        train = replace(
+            recipe.train, max_hours=self.seconds / 3600, warmup_steps=short.warmup_steps,
+            eval_every=min(every or short.steps, max(1, short.steps // VALIDATIONS)),
+        )  # fmt: skip
+        return replace(recipe, train=train)
 
     def _arm(self, recipe: Recipe, plan: Plan) -> Arm:
         """Named by what it computes and how, so that no arm trains twice; the plan holds the pins."""
@@ -203,21 +213,3 @@ def _judged(figure: Figure, pairs: Sequence[tuple[float, float]], margin: float)
         after=tuple(b for _, b in pairs), worse_by=found.mean, low=ends[0], high=ends[1], margin=margin,
         seeds_to_tell=pairs_to_tell(worse_by, margin),
     )  # fmt: skip
-
-
-def _cut(recipe: Recipe, updates: int) -> Recipe:
-    """A shorter run with a schedule of the same form, its warm-up included."""
-    if not updates or updates == recipe.train.steps:
-        return recipe
-    warmup = math.ceil(recipe.train.warmup_steps * updates / recipe.train.steps)
-    return replace(recipe, train=replace(recipe.train, steps=updates, warmup_steps=warmup))
-
-
-def _timed(recipe: Recipe, seconds: float, updates: int) -> Recipe:
-    """A run that ends after this time, and validates often enough to say when it reached a loss."""
-    short, every = _cut(recipe, updates).train, recipe.train.eval_every
-    train = replace(
-        recipe.train, max_hours=seconds / 3600, warmup_steps=short.warmup_steps,
-        eval_every=min(every or updates, max(1, updates // VALIDATIONS)),
-    )  # fmt: skip
-    return replace(recipe, train=train)

@@ -18,10 +18,10 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -70,17 +70,25 @@ class Lane:
     name: str
     fingerprint: str
     curves: tuple[tuple[Point, ...], ...]
-    """Of every seed that ended, its validations with a better loss than before."""
+    """Of every seed that ended, its validations."""
     start_up_s: tuple[float, ...]
     failed: tuple[str, ...]
 
     @property
-    def final(self) -> list[float]:
-        return [curve[-1].loss for curve in self.curves]
+    def seeds(self) -> int:
+        return len(self.curves) + len(self.failed)
+
+    @property
+    def lowest(self) -> list[float]:
+        return [min(point.loss for point in curve) for curve in self.curves]
 
     def at(self, loss: float) -> list[Point]:
         """Of every seed that reached the loss, where it did."""
         return [point for curve in self.curves if (point := reached(curve, loss)) is not None]
+
+    def at_most(self, loss: float) -> bool:
+        """Whether a seed was below the loss by its first validation: when it got there is not known."""
+        return any(curve[0].loss < loss for curve in self.curves)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +128,10 @@ def race(
         )
         for arm in arms
     )
+    targets = [target for arm in arms if (target := arm.recipe.train.target_loss) is not None]
+    rungs = ladder(lanes, targets)
     result = Result(
-        machine=asdict(facts), data=data_of(arms[0].recipe), seeds=seeds, rungs=ladder(lanes), lanes=lanes
+        machine=asdict(facts), data=data_of(arms[0].recipe), seeds=seeds, rungs=rungs, lanes=lanes
     )
     write_atomic(folder / RESULT, json.dumps(asdict(result), indent=1) + "\n")
     return result
@@ -149,16 +159,21 @@ def trained(arm: Arm, folder: Path, seed: int, train: Train, *, resume: bool = F
     """The finished run of an arm and a seed; or why it failed. `resume`: its time does not count."""
     recipe = replace(arm.recipe, train=replace(arm.recipe.train, seed=seed))
     wanted, given = folder.with_name(f"{folder.name}.toml"), to_toml(recipe)
-    if folder.exists() and not (wanted.exists() and wanted.read_text(encoding="utf-8") == given):
+    begun = folder / "recipe.toml"  # a run that was copied has only this
+    held = next((path.read_text(encoding="utf-8") for path in (wanted, begun) if path.exists()), None)
+    if folder.exists() and held != given:
         raise StorageError(f"{folder} holds a run of another recipe: give another folder with --out")
-    if not (folder.exists() and read_run(folder).state.ending == "finished"):
+    if not (begun.exists() and read_run(folder).state.ending == "finished"):
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(wanted, given)
         if (why := train(wanted, folder, arm.plan)) is not None:
             return why
-    return read_run(folder)
+    run = read_run(folder)
+    if run.state.ending == "stopped":  # by a signal that was sent to it alone
+        raise MachineError(f"{folder} was interrupted ({run.state.text}): run the same command again")
+    return run
 
 
 def train_in_process(recipe: Path, run: Path, plan: Path | None) -> str | None:
@@ -181,7 +196,7 @@ def train_in_process(recipe: Path, run: Path, plan: Path | None) -> str | None:
 
 
 def curve_of(run: Run) -> tuple[Point, ...]:
-    """The validations of a run that were better than all before."""
+    """The validations of a run."""
     start_up_s = _start_up_s(run)
     # which its own clock does not count
     before_loop_s = _to_first_update_s(run) - run.metrics[0]["elapsed_s"]
@@ -189,8 +204,7 @@ def curve_of(run: Run) -> tuple[Point, ...]:
     clock_s, energy_j = ([line[name] for line in metered] for name in ("elapsed_s", "energy_j"))
     curve: list[Point] = []
     for line in run.metrics:
-        loss = number(line.get("valid_loss"))
-        if loss is not None and (not curve or loss < curve[-1].loss):
+        if (loss := number(line.get("valid_loss"))) is not None:
             seconds = before_loop_s + line["elapsed_s"]
             joules = float(np.interp(line["elapsed_s"], clock_s, energy_j)) if metered else None
             curve.append(Point(loss, seconds, seconds - start_up_s, line["tokens"], joules))
@@ -209,40 +223,44 @@ def _start_up_s(run: Run) -> float:
 
 
 def reached(curve: Sequence[Point], loss: float) -> Point | None:
-    """Where a run reached the loss: between the validation before and the first that is as low."""
-    if not curve or curve[-1].loss > loss:
+    """Where a run reached the loss: between the first validation that is as low and the one before; if there is none
+    before, at that validation."""
+    place = next((place for place, point in enumerate(curve) if point.loss <= loss), None)
+    if place is None:
         return None
+    before, after = curve[max(0, place - 1)], curve[place]
+    share = (before.loss - loss) / (before.loss - after.loss) if place else 1.0
 
     def there(name: str) -> Any:
-        values = [getattr(point, name) for point in curve]
-        falling = [-point.loss for point in curve]
-        return None if None in values else float(np.interp(-loss, falling, values))
+        ends = [getattr(point, name) for point in (before, after)]
+        return None if None in ends else ends[0] + share * (ends[1] - ends[0])
 
     return Point(loss, *(there(name) for name in ("seconds", "net_seconds", "tokens", "joules")))
 
 
-def ladder(lanes: Sequence[Lane]) -> tuple[float, ...]:
+def ladder(lanes: Sequence[Lane], targets: Iterable[float] = ()) -> tuple[float, ...]:
     """Losses to compare at, from high to low: round ones between the first loss that every lane validated and the
-    lowest of all, and of every lane the loss that all of its seeds reached."""
-    curves = [curve for lane in lanes for curve in lane.curves if curve]
-    if not curves:
+    lowest of all, of every lane the loss that all of its seeds reached, and the targets."""
+    if not any(lane.curves for lane in lanes):
         return ()
-    top, bottom = min(curve[0].loss for curve in curves), min(curve[-1].loss for curve in curves)
+    top = min(curve[0].loss for lane in lanes for curve in lane.curves)
+    bottom = min(loss for lane in lanes for loss in lane.lowest)
     rough = max(top - bottom, 1e-3) / RUNGS
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
     rounds = [round(step * n, 6) for n in range(math.ceil(bottom / step), math.floor(top / step) + 1)]
-    finals = [_last(lane) for lane in lanes if lane.curves]
-    return tuple(sorted({*rounds, *finals}, reverse=True))
+    ends = [_last(lane) for lane in lanes if lane.curves]
+    return tuple(sorted({*rounds, *ends, *targets}, reverse=True))
 
 
 def _last(lane: Lane) -> float:
     """The loss that all of its seeds reached, rounded up."""
-    return math.ceil(max(lane.final) * 1000) / 1000
+    return math.ceil(max(lane.lowest) * 1000) / 1000
 
 
 # ---- what it says ----
 
+AT_MOST, AT_LEAST = "≤ ", "≥ "
 COLUMNS = ("loss", "recipe", "seeds", "seconds", "net", "M tokens", "kJ", "speed-up")
 
 
@@ -250,34 +268,40 @@ def rows(result: Result) -> list[tuple[str, ...]]:
     """A line for every loss and recipe; the speed-up is against the first recipe of the race."""
     table: list[tuple[str, ...]] = []
     for loss in result.rungs:
-        base = [point.seconds for point in result.lanes[0].at(loss)]
+        base = result.lanes[0]
         for lane in result.lanes:
             there = lane.at(loss)
-            cells = [f"{loss:g}", lane.name, f"{len(there)} of {len(lane.curves) + len(lane.failed)}"]
+            cells = [f"{loss:g}", lane.name, f"{len(there)} of {lane.seeds}"]
             if not there:
                 table.append((*cells, "not reached", "", "", "", ""))
                 continue
             joules = [point.joules for point in there if point.joules is not None]
-            faster = speed_up(base, [p.seconds for p in there]) if lane is not result.lanes[0] else ""
+            sign = AT_MOST if lane.at_most(loss) else ""
             table.append((
                 *cells,
-                _spread([p.seconds for p in there], "{:,.1f}"),
-                _spread([p.net_seconds for p in there], "{:,.1f}"),
-                _spread([p.tokens / 1e6 for p in there], "{:,.2f}"),
-                _spread([j / 1e3 for j in joules], "{:,.1f}") if joules else DASH,
-                faster,
+                sign + _spread([p.seconds for p in there], "{:,.1f}"),
+                sign + _spread([p.net_seconds for p in there], "{:,.1f}"),
+                sign + _spread([p.tokens / 1e6 for p in there], "{:,.3f}"),
+                sign + _spread([j / 1e3 for j in joules], "{:,.1f}") if joules else DASH,
+                speed_up(base, lane, loss) if lane is not base else "",
             ))  # fmt: skip
     return table
 
 
-def speed_up(base_s: Sequence[float], other_s: Sequence[float]) -> str:
-    """How many times faster, with a 90 % interval over the seeds."""
-    if not base_s:
+def speed_up(base: Lane, other: Lane, loss: float) -> str:
+    """How many times faster, with a 90 % interval over the seeds. Not said if some seeds did not get there, because
+    those that did are the quick ones."""
+    before, here = ([math.log(point.seconds) for point in lane.at(loss)] for lane in (base, other))
+    if not before:
         return "only here"
-    found = difference([math.log(s) for s in other_s], [math.log(s) for s in base_s])
+    sooner = (base.at_most(loss), other.at_most(loss))
+    if all(sooner) or len(before) < base.seeds or len(here) < other.seeds:
+        return DASH
+    sign = {(True, False): AT_MOST, (False, True): AT_LEAST}.get(sooner, "")
+    found = difference(here, before)
     if found.low == -math.inf:
-        return f"{math.exp(found.mean):.2f}x (one seed: no interval)"
-    return f"{math.exp(found.mean):.2f}x [{math.exp(found.low):.2f}, {math.exp(found.high):.2f}]"
+        return f"{sign}{math.exp(found.mean):.2f}x (one seed: no interval)"
+    return f"{sign}{math.exp(found.mean):.2f}x [{math.exp(found.low):.2f}, {math.exp(found.high):.2f}]"
 
 
 def _spread(values: Sequence[float], form: str) -> str:
@@ -289,35 +313,49 @@ def _spread(values: Sequence[float], form: str) -> str:
 # ---- the gate ----
 
 
-def slower_than(result: Result, recorded: Path) -> list[str]:
-    """What is slower than in a recorded race on the same kind of machine, beyond the interval over the seeds; refuses a
-    record that cannot be compared."""
+def recorded(path: Path, arms: Sequence[Arm], facts: MachineFacts, seeds: int) -> Result:
+    """A recorded race; refuses one that these arms cannot be compared with, before they train for hours."""
+    found = read_json(path, dict, error=ConfigError)
     try:
-        before = build(Result, read_json(recorded, dict, error=ConfigError), where="it")
+        before = build(Result, found, where="it")
     except ConfigError as error:
         raise ConfigError(
-            f"{recorded} is not the race.json of a race ({error}): give one with --against"
+            f"{path} is not the race.json of a race ({error}): give one with --against"
         ) from error
-    if not same_kind(before.machine, result.machine):
-        raise ConfigError(f"{recorded} was made on another kind of machine: record one here first")
-    if before.data != result.data:
+    if not same_kind(before.machine, asdict(facts)):
+        raise ConfigError(f"{path} was made on another kind of machine: record one here first")
+    if before.data != data_of(arms[0].recipe):
         raise ConfigError(
-            f"{recorded} is of other data or another validation set: record a race on this one first"
+            f"{path} is of other data or another validation set: record a race on this one first"
         )
+    names = {arm.name for arm in arms}
+    both = [lane for lane in before.lanes if lane.curves and lane.name in names]
+    if not both:
+        raise ConfigError(f"{path} holds none of these recipes: give the record of a race between them")
+    if (fewest := min(seeds, *(len(lane.curves) for lane in both))) < 2:
+        raise ConfigError(
+            f"--against compares over seeds, at least 2 here and in {path}, got {fewest}: give --seeds 3, or record again"
+        )
+    return before
+
+
+def slower_than(result: Result, before: Result) -> list[str]:
+    """What is slower than in the recorded race, beyond the interval over the seeds."""
     then = {lane.name: lane for lane in before.lanes if lane.curves}
     both = [(lane, then[lane.name]) for lane in result.lanes if lane.name in then]
-    if not both:
-        raise ConfigError(f"{recorded} holds none of these recipes: give the record of a race between them")
     return [why for pair in both if (why := _slower(*pair, before.rungs))]
 
 
 def _slower(now: Lane, then: Lane, rungs: Sequence[float]) -> str:
-    """Judged at the lowest loss that all seeds of the record reached."""
+    """Judged at the lowest loss that all seeds of the record reached. A seed that failed did not get there."""
     loss = min(rung for rung in (*rungs, _last(then)) if len(then.at(rung)) == len(then.curves))
     before, here = ([math.log(p.seconds) for p in lane.at(loss)] for lane in (then, now))
-    if len(here) < len(now.curves) or not here:
-        return f"{now.name} reached a loss of {loss:g} with {len(here)} of {len(now.curves)} seeds, then with all"
+    if now.seeds - len(here) > len(then.failed) or len(here) < 2:
+        reached, recorded = (f"{len(there)} of {lane.seeds}" for there, lane in ((here, now), (before, then)))
+        return f"{now.name} reached a loss of {loss:g} with {reached} seeds; recorded {recorded}"
     found = difference(before, here)
     if found.low <= math.log1p(APART_SPREAD):
         return ""
-    return f"{now.name} takes {math.exp(found.mean):.2f}x the time to a loss of {loss:g}, at least {math.exp(found.low):.2f}x"
+    took_s, recorded_s = (math.exp(fmean(logs)) for logs in (here, before))
+    ratio = f"{math.exp(found.mean):.2f}x, at least {math.exp(found.low):.2f}x"
+    return f"{now.name} takes {took_s:.1f} s to a loss of {loss:g}; recorded {recorded_s:.1f} s ({ratio})"
