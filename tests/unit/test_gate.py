@@ -76,9 +76,15 @@ def test_what_cannot_be_compared_is_refused(recorded: dict[str, Any], tmp_path: 
     assert record_of(record, read_facts())["results"] == recorded["results"]
 
 
-@pytest.mark.parametrize("what", ["train", "generate", "finetune", "rl"])
-def test_a_shipped_result_passes_against_itself_and_fails_at_half_the_speed(what: str) -> None:
-    (path,) = ROOT.glob(f"{what}_nvidia-h200_*.json")
+SHIPPED = [
+    path
+    for what in ("train", "generate", "finetune", "rl")
+    for path in ROOT.glob(f"{what}_nvidia-h200_*.json")
+]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_result_passes_against_itself_and_fails_at_half_the_speed(path: Path) -> None:
     then = json.loads(path.read_text())
     assert slower(then, then) == []
 
