@@ -197,6 +197,28 @@ def test_another_training_is_kept_if_it_reaches_the_loss_sooner(tmp_path: Path) 
     assert "another training" in rows["leave one out", "muon"].numerics
 
 
+@pytest.mark.parametrize(
+    ("higher_by", "said"),
+    [
+        ((0.1, 0.1, 0.11), "worse: 0 of 3 seeds reached a loss of 4.0020"),
+        ((-0.1, -0.1, 0.01), "cannot tell: 2 of 3 seeds reached a loss of 4.0020"),  # the mean is lower
+    ],
+)
+def test_another_training_is_worse_only_if_its_losses_are(
+    tmp_path: Path, higher_by: tuple[float, ...], said: str
+) -> None:
+    class Trained(Figures):
+        def __call__(self, recipe: Path, run: Path, plan: Path | None) -> str | None:
+            loaded = load_recipe(str(recipe)).train
+            self.losses = {"fp32": 4.0 + (higher_by[loaded.seed] if loaded.optimizer == "muon" else 0.0)}
+            return super().__call__(recipe, run, plan)
+
+    recipe = load_recipe("nano")
+    muon = replace(recipe, train=replace(recipe.train, optimizer="muon"))
+    arms = [planned(each, precision="fp32") for each in (recipe, muon)]
+    assert str(judge(tmp_path, Trained()).other_training(arms[0], arms[1], 1e4)) == said
+
+
 def test_a_recipe_that_ends_by_the_clock_is_compared_over_the_same_updates(tmp_path: Path) -> None:
     """Of 100 s at 2 updates/s it warms up for 40 of 200 updates, whatever its 5,000 steps say: in 30 s, 12 of 60. Against
     another training it keeps a clock, of 30 s."""

@@ -10,7 +10,7 @@ If it is killed, run the same command again: finished runs are kept. FOLDER/repo
 
 import argparse
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from redline.cli.options import ceilings_of, print_json, status, tokenise
@@ -46,6 +46,9 @@ RECIPE...                  shipped recipes or .toml files; RECIPE@TABLE.KEY=VALU
 @JSON
 """
 
+WIDEST_NAME = 30
+"""A longer one leaves no room for the table's figures."""
+
 
 def run(options: argparse.Namespace) -> int:
     sets = list(options.set)
@@ -80,18 +83,22 @@ def _arm(text: str, sets: list[str]) -> Arm:
 
 
 def _print(result: Result, folder: Path) -> None:
+    names = [lane.name for lane in result.lanes]
+    if max(map(len, names)) > WIDEST_NAME:  # the lines below the table say which is which
+        numbered = [replace(lane, name=f"recipe {n}") for n, lane in enumerate(result.lanes, 1)]
+        result = replace(result, lanes=tuple(numbered))
+        names = [f"recipe {n}, {name}" for n, name in enumerate(names, 1)]
     table, joules = rows(result), COLUMNS.index("kJ")
     measured = any(row[joules] not in ("", DASH) for row in table)
     kept = [place for place in range(len(COLUMNS)) if measured or place != joules]
     shown = [tuple(row[place] for place in kept) for row in table]
-    title = f"Time to loss over {result.seeds} seed(s), on the same data"
-    print(title)
+    print(f"Time to loss over {result.seeds} seed(s), on the same data")
     Output().print(Grid([COLUMNS[place] for place in kept], shown, right=(0,), named_below=True))
-    for lane in result.lanes:
+    for name, lane in zip(names, result.lanes, strict=True):
         losses = ", ".join(f"{loss:.4f}" for loss in lane.lowest)
         start = ", ".join(f"{start_up_s:.1f}" for start_up_s in lane.start_up_s)
         ended = f"lowest losses {losses}; start-up {start} s" if lane.curves else "no run finished"
-        print(f"{lane.name}: {ended}")
+        print(f"{name}: {ended}")
         for why in lane.failed:
             print(f"  a run failed: {why}")
     early = any(cell.startswith(AT_MOST) for row in table for cell in row)

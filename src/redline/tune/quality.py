@@ -135,8 +135,10 @@ class Judge:
         loss = max(lanes[0].lowest)
         there = [lane.at(loss) for lane in lanes]
         if len(there[1]) < self.seeds:
+            ends = [b - a for a, b in zip(lanes[0].lowest, lanes[1].lowest, strict=True)]
+            worse = paired(ends).low > 0  # one of a few seeds may well end higher
             note = f"{len(there[1])} of {self.seeds} seeds reached a loss of {loss:.4f}"
-            return Quality(figure=figure, verdict="worse", note=note)
+            return Quality(figure=figure, verdict="worse" if worse else "cannot tell", note=note)
         pairs = [(a.seconds, b.seconds) for a, b in zip(*there, strict=True)]
         return replace(_judged(figure, pairs, 0.0), note=f"to {loss:.4f}")
 

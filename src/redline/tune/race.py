@@ -18,7 +18,7 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -40,6 +40,8 @@ from redline.record.units import DASH
 RESULT = "race.json"
 RUNGS = 6
 """About as many losses as a table can show; the final loss of every recipe is added to them."""
+LONGEST_NAME = 200
+"""File systems hold 255 bytes, the seed and the ending of a temporary file included."""
 Train = Callable[[Path, Path, Path | None], str | None]
 """Trains the recipe in the first file to its end in the second folder, by the plan in the third if there is one; returns
 why it could not."""
@@ -73,6 +75,8 @@ class Lane:
     """Of every seed that ended, its validations."""
     start_up_s: tuple[float, ...]
     failed: tuple[str, ...]
+    target: float | None = None
+    """The loss that its runs end at, if they get there."""
 
     @property
     def seeds(self) -> int:
@@ -125,13 +129,12 @@ def race(
             curves=tuple(curve_of(run) for run in runs[arm.name]),
             start_up_s=tuple(_start_up_s(run) for run in runs[arm.name]),
             failed=tuple(failed[arm.name]),
+            target=arm.recipe.train.target_loss,
         )
         for arm in arms
     )
-    targets = [target for arm in arms if (target := arm.recipe.train.target_loss) is not None]
-    rungs = ladder(lanes, targets)
     result = Result(
-        machine=asdict(facts), data=data_of(arms[0].recipe), seeds=seeds, rungs=rungs, lanes=lanes
+        machine=asdict(facts), data=data_of(arms[0].recipe), seeds=seeds, rungs=ladder(lanes), lanes=lanes
     )
     write_atomic(folder / RESULT, json.dumps(asdict(result), indent=1) + "\n")
     return result
@@ -141,6 +144,11 @@ def check(arms: Sequence[Arm]) -> None:
     """Refuse arms whose losses say nothing about each other, and say why."""
     first = arms[0]
     for arm in arms:
+        if len(arm.name) > LONGEST_NAME:
+            raise ConfigError(
+                f"{arm.name} is too long for a folder's name ({len(arm.name)} characters, at most {LONGEST_NAME}): write the"
+                " variant into a .toml file"
+            )
         if arm.recipe.workload != "pretrain" or not arm.recipe.train.eval_every:
             raise ConfigError(
                 f"{arm.name}: a race is between pretrain recipes that validate; give --set train.eval_every=N"
@@ -238,7 +246,7 @@ def reached(curve: Sequence[Point], loss: float) -> Point | None:
     return Point(loss, *(there(name) for name in ("seconds", "net_seconds", "tokens", "joules")))
 
 
-def ladder(lanes: Sequence[Lane], targets: Iterable[float] = ()) -> tuple[float, ...]:
+def ladder(lanes: Sequence[Lane]) -> tuple[float, ...]:
     """Losses to compare at, from high to low: round ones between the first loss that every lane validated and the
     lowest of all, of every lane the loss that all of its seeds reached, and the targets."""
     if not any(lane.curves for lane in lanes):
@@ -250,6 +258,7 @@ def ladder(lanes: Sequence[Lane], targets: Iterable[float] = ()) -> tuple[float,
     step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
     rounds = [round(step * n, 6) for n in range(math.ceil(bottom / step), math.floor(top / step) + 1)]
     ends = [_last(lane) for lane in lanes if lane.curves]
+    targets = [lane.target for lane in lanes if lane.target is not None]
     return tuple(sorted({*rounds, *ends, *targets}, reverse=True))
 
 
@@ -343,16 +352,24 @@ def slower_than(result: Result, before: Result) -> list[str]:
     """What is slower than in the recorded race, beyond the interval over the seeds."""
     then = {lane.name: lane for lane in before.lanes if lane.curves}
     both = [(lane, then[lane.name]) for lane in result.lanes if lane.name in then]
-    return [why for pair in both if (why := _slower(*pair, before.rungs))]
+    return [why for pair in both if (why := _slower(*pair))]
 
 
-def _slower(now: Lane, then: Lane, rungs: Sequence[float]) -> str:
-    """Judged at the lowest loss that all seeds of the record reached. A seed that failed did not get there."""
-    loss = min(rung for rung in (*rungs, _last(then)) if len(then.at(rung)) == len(then.curves))
-    before, here = ([math.log(p.seconds) for p in lane.at(loss)] for lane in (then, now))
-    if now.seeds - len(here) > len(then.failed) or len(here) < 2:
-        reached, recorded = (f"{len(there)} of {lane.seeds}" for there, lane in ((here, now), (before, then)))
-        return f"{now.name} reached a loss of {loss:g} with {reached} seeds; recorded {recorded}"
+def _slower(now: Lane, then: Lane) -> str:
+    """Judged at the target, or the lowest loss that all seeds of the record reached. The worst of a few seeds ends higher
+    than that every other time, so those that do not get there are judged by their losses, and at the lowest that all of
+    both reached."""
+    if len(now.failed) > len(then.failed) or len(now.curves) < 2:
+        shares = [f"{len(lane.failed)} of {lane.seeds}" for lane in (now, then)]
+        return f"{now.name} failed with {shares[0]} seeds; recorded {shares[1]}"
+    goal = max(_last(then), then.target or 0.0)
+    higher = difference(then.lowest, now.lowest)
+    if len(now.at(goal)) < len(now.curves) and higher.low > 0:
+        losses = [fmean(lane.lowest) for lane in (now, then)]
+        by = f"{higher.mean:.4f}, at least {higher.low:.4f}, higher"
+        return f"{now.name} gets to a loss of {losses[0]:.4f}; recorded {losses[1]:.4f} ({by})"
+    loss = max(goal, _last(now))
+    before, here = ([math.log(point.seconds) for point in lane.at(loss)] for lane in (then, now))
     found = difference(before, here)
     if found.low <= math.log1p(APART_SPREAD):
         return ""
