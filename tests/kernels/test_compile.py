@@ -86,7 +86,7 @@ def launch_between_products() -> None:
 
 
 def launch_short_attention() -> None:
-    for C, longest in ((128, 16), (64, 64), (32, 128)):
+    for C, longest in ((128, 16), (64, 64), (64, 128), (32, 128)):
         qkv, table = empty(longest, 15 + 2 * 5, C, grad=True), empty(longest, C, dtype=torch.float32)
         short.attend(qkv, table, table, integers(3), q_heads=15, longest=longest).sum().backward()
 
@@ -206,3 +206,15 @@ def test_programs_fit_into_shared_memory(compiled: dict[int, Compiled]) -> None:
     for capability, found in compiled.items():
         for kernel in found.kernels:
             assert kernel.metadata.shared <= SHARED_BYTES[capability], (kernel.src.fn, kernel.src.constants)
+
+
+def test_short_attention_takes_no_more_than_it_says(compiled: dict[int, Compiled]) -> None:
+    """`short.fits` decides by this whether a GPU has the room; a program that takes more does not start."""
+    seen = 0
+    for kernel in (kernel for found in compiled.values() for kernel in found.kernels):
+        function = kernel.src.fn
+        if function.module == short.__name__:
+            sizes = {function.arg_names[at]: value for (at,), value in kernel.src.constants.items()}
+            assert kernel.metadata.shared <= short.backward_bytes(sizes["L"], sizes["C"]), (function, sizes)
+            seen += 1
+    assert seen == 2 * 4 * len(LAUNCHES)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from precision import assert_close
 
 from redline.config.recipe import IGNORED, ModelConfig
 from redline.errors import DataError
+from redline.model.attention import packed, short
 from redline.model.lora import LoraConfig, adapters, add_lora
 from redline.model.transformer import Transformer, build_model
 from redline.train.packed import (
@@ -221,3 +223,23 @@ def test_the_fingerprint_tells_prompts_from_answers_and_sees_the_order() -> None
         [Example((3,), (4,)), Example((1,), (2,))],
     )
     assert len({fingerprint(kind) for kind in kinds}) == 4
+
+
+@pytest.mark.parametrize("longest", [64, 2048])
+@pytest.mark.parametrize("fits", [True, False])
+def test_gpus_before_ampere_take_the_grid_whatever_the_length(
+    longest: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flash attention, which torch's kernel for packed rows is, refuses them: fine-tuning in fp16 died there."""
+    monkeypatch.setattr(short, "fits", lambda *_, **__: fits)
+    monkeypatch.setattr(packed, "varlen_kernel", lambda: None)
+    row = packed.Packing(torch.zeros(4, dtype=torch.int64), torch.tensor([0, 4], dtype=torch.int32), longest)
+    rope = torch.ones(4, 8), torch.zeros(4, 8)
+    half = SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda")
+
+    def way(capability: tuple[int, int]) -> Any:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return packed.attention(LLAMA, row, rope, half).func  # type: ignore[arg-type, attr-defined]
+
+    assert way((7, 0)) is way((7, 5)) is packed.on_grid
+    assert way((8, 0)) is (packed.with_short_kernel if fits else packed.with_varlen_kernel)

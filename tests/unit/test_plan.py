@@ -384,6 +384,8 @@ def test_without_bf16_fine_tuning_takes_fp16_and_its_scaler(name, board):
         make_plan(pinned(recipe, graph=True), gpu(board))
     scaled = make_plan(replace(recipe, workload="rl", rl=RlConfig(domains=("units",))), gpu(board))
     assert (scaled.precision, "reinforcement learning" in scaled.why["precision"].reason) == ("fp32", True)
+    with pytest.raises(ConfigError, match=r"plan\.precision fp16 needs scaled losses"):
+        load_recipe("rl/demo", ["plan.precision=fp16"])
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda p: p.name)

@@ -206,6 +206,8 @@ def _rl(recipe: Recipe) -> Iterator[Rule]:
     yield fits, f"{sums} must not exceed the model's context, {m.context_length}"
     yield r.pcgrad == "off" or count > 1, f"rl.pcgrad {r.pcgrad} needs several rl.domains, got one"
     yield recipe.plan.precision != "fp8", "plan.precision fp8 is for pre-training"
+    scaled = "plan.precision fp16 needs scaled losses, and reinforcement learning does not scale them; leave it out"
+    yield recipe.plan.precision != "fp16", scaled
 
 
 def _sample(recipe: Recipe) -> Iterator[Rule]:

@@ -54,8 +54,9 @@ def check_device(plan: Plan) -> None:
     """A plan may have been made elsewhere: this GPU must have what it asks for."""
     needs = NEEDED_CAPABILITY.get(plan.coarsest, ())
     if plan.hardware.kind == "cuda" and (has := torch.cuda.get_device_capability()) < needs:
+        needed, found = (".".join(map(str, version)) for version in (needs, has))
         raise MachineError(
-            f"{plan.coarsest} needs compute capability {needs}, this GPU has {has}: plan again here"
+            f"{plan.coarsest} needs compute capability {needed}, this GPU has {found}: plan again here"
         )
 
 

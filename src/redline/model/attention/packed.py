@@ -1,8 +1,8 @@
 """Causal softmax attention within each sequence of a packed row.
 
 Three ways to the same numbers. In half precision on a GPU, short sequences take our own kernel, which also
-rotates (`short`), and longer ones torch's kernel for sequences of several lengths. Everything else spreads
-the sequences over a padded grid, one line each.
+rotates (`short`), and longer ones torch's kernel for sequences of several lengths. Everything else, GPUs older than
+Ampere among it, spreads the sequences over a padded grid, one line each.
 
 Shapes: T tokens of the row, S sequences, L the longest of them, A positions whose loss is wanted, H query
 heads, K key/value heads, C head width. The row has a batch dimension of 1 before T.
@@ -22,6 +22,11 @@ from redline.model.attention.softmax import Rope, causal, rotate
 
 if TYPE_CHECKING:
     from redline.model.transformer import Attention
+
+
+KERNELS_NEED = (8, 0)
+"""The compute capability that torch's kernel refuses to run below; ours needs more shared memory there than a V100 or
+a T4 has."""
 
 
 class Copies(NamedTuple):
@@ -61,7 +66,7 @@ def attention(
     config: ModelConfig, packing: Packing, rope: Rope | None, x: Tensor
 ) -> Callable[["Attention", Tensor], Tensor]:
     """The seam's function for this row, for activations like x."""
-    if not x.is_cuda or x.dtype == torch.float32:
+    if not x.is_cuda or x.dtype == torch.float32 or torch.cuda.get_device_capability(x.device) < KERNELS_NEED:
         return functools.partial(on_grid, rope=rope, grid=grid_of(packing))
     fits = short.fits(x.device, longest=packing.longest, head_size=config.head_size)
     if rope is not None and not config.qk_norm and fits:

@@ -28,8 +28,6 @@ except ImportError:  # torch for CPUs comes without it
     triton = None
 
 WIDTHS = (32, 64, 128)
-BYTES = 16
-"""Shared memory for each number of a sequence's head that the backward takes, as compiled for sm_90."""
 
 
 def fits(device: torch.device, *, longest: int, head_size: int) -> bool:
@@ -37,7 +35,12 @@ def fits(device: torch.device, *, longest: int, head_size: int) -> bool:
     if triton is None or longest > SHORT_ROW or head_size not in WIDTHS:
         return False
     shared_bytes: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return BYTES * _block(longest) * head_size <= shared_bytes
+    return backward_bytes(_block(longest), head_size) <= shared_bytes
+
+
+def backward_bytes(L: int, C: int) -> int:
+    """Shared memory that the backward takes at most, from compute capability 8.0 on (tests/kernels compiles it)."""
+    return (16 * C + 2 * L) * L
 
 
 def _block(longest: int) -> int:
