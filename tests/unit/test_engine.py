@@ -2,6 +2,7 @@
 streams."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -402,6 +403,10 @@ def test_generation_ends_where_the_context_does(model):
             "below the vocabulary of 37, got 1 to 1000000",
         ),
         (
+            Request(prompt=(1, 2**70), sampling=Sampling(max_new_tokens=4)),
+            f"below the vocabulary of 37, got 1 to {2**70}",
+        ),
+        (
             Request(prompt=(1,) * 60, sampling=Sampling(max_new_tokens=4)),
             "has 60 tokens, and the model's context holds 60",
         ),
@@ -433,12 +438,13 @@ def test_requests_that_do_not_fit_are_refused(model, request_, message):
     "wrong",
     [{"temperature": t} for t in (-1.0, math.nan, math.inf, 1e-300)]
     + [{"top_p": p} for p in (0.0, 1.1, math.nan)]
-    + [{name: n} for name in ("top_k", "max_new_tokens") for n in (0, -3)],
+    + [{name: n} for name in ("top_k", "max_new_tokens") for n in (0, -3)]
+    + [{"stop_ids": (n,)} for n in (-1, 2**31, 2**70)],
     ids=str,
 )
 def test_values_out_of_range_are_refused(wrong):
     ((name, value),) = wrong.items()
-    with pytest.raises(ConfigError, match=f"^{name} must be .*, got {value}"):
+    with pytest.raises(ConfigError, match=f"^{name} must be .*, got {re.escape(str(value))}"):
         Sampling(**wrong)
 
 

@@ -378,9 +378,19 @@ def test_a_slow_server_is_given_up_with_the_limit_named(fake: Fake) -> None:
         ((302, ""), "refused /completions: 302"),
         ((200, "[" * 100_000), "with a JSON object"),
         ((200, '{"choices": ' + "9" * 5000 + "}"), "with a JSON object"),
-        (
-            (200, completion("x") | {"usage": {"completion_tokens": "many"}}),
-            "must answer with one completion",
+        *(
+            (
+                (200, completion("x", token_ids=[wrong], logprobs={"token_logprobs": [-1.0]})),
+                "must answer with one completion",
+            )
+            for wrong in (2**70, -1, 1.5, True)
+        ),
+        *(
+            (
+                (200, completion("x") | {"usage": {"completion_tokens": wrong}}),
+                "must answer with one completion",
+            )
+            for wrong in ("many", float("inf"))
         ),
     ],
 )

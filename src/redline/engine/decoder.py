@@ -100,12 +100,16 @@ class Decoder:
             longest = min(-(-longest // GRAPH_STEP) * GRAPH_STEP, self.max_prompt_tokens)
         tokens = np.zeros((len(ids), longest), dtype=np.int64)
         at, lengths = np.array(places, np.int32), np.array([len(prompt) for prompt in ids], np.int32)
-        given = np.fromiter(chain.from_iterable(ids), np.int64)
-        tokens[np.arange(longest) < lengths[:, None]] = given
         vocab = self.vocab_size
-        if given.min() < 0 or given.max() >= vocab:
+        try:
+            given = np.fromiter(chain.from_iterable(ids), np.int64)
+            known = given.min() >= 0 and given.max() < vocab
+        except OverflowError:  # beyond 64 bits
+            known = False
+        if not known:
             low, high = next((min(own), max(own)) for own in ids if min(own) < 0 or max(own) >= vocab)
             raise ConfigError(f"token ids must lie below the vocabulary of {vocab}, got {low} to {high}")
+        tokens[np.arange(longest) < lengths[:, None]] = given
         prompts = self._tensor(tokens), self._tensor(at), self._tensor(lengths)
         if few and self._read_again(prompts):
             return

@@ -44,6 +44,7 @@ class Sampling:
             ("temperature", warm or self.temperature == 0, f"0 (greedy) or a number from {COLDEST}"),
             ("top_k", self.top_k is None or self.top_k > 0, "greater than 0"),
             ("top_p", 0 < self.top_p <= 1, "greater than 0 and at most 1"),
+            ("stop_ids", all(0 <= token < 2**31 for token in self.stop_ids), "from 0 to below 2^31"),
             ("stop_strings", all(self.stop_strings), "texts that are not empty"),
         ):
             if not holds:

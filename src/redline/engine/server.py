@@ -212,7 +212,7 @@ class ServerEngine:
             told_tokens = int((answer.get("usage") or {}).get("completion_tokens") or 0)
             if not 0 <= told_tokens < 2**31:
                 raise ValueError("no number of tokens")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"{self._line.url} must answer with one completion that ended by stop or length, got"
                 f" {shown(json.dumps(answer))}"
@@ -268,6 +268,8 @@ def _tokens(choice: dict[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]
     logprobs = told.get("token_logprobs") or [part["logprob"] for part in parts]
     if not ids or not logprobs:
         return (), ()
-    if len(ids) != len(logprobs) or not all(isinstance(each, int | float) for each in (*ids, *logprobs)):
+    if len(ids) != len(logprobs) or not all(isinstance(each, int | float) for each in logprobs):
         raise ValueError(f"{len(ids)} tokens and {len(logprobs)} log-probabilities")
+    if not all(type(each) is int and 0 <= each < 2**31 for each in ids):
+        raise ValueError("no token ids")
     return tuple(ids), tuple(logprobs)
