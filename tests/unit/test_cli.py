@@ -7,16 +7,18 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from redline.cli.arguments import declare
-from redline.cli.main import COMMANDS, main, module_of
+from redline.cli.main import COMMANDS, main, module_of, parser
 from redline.config.load import load_recipe, to_toml
 from redline.config.recipe import ModelConfig
 from redline.errors import ConfigError, RedlineError
+from redline.machine.facts import read_facts
 from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
 
@@ -422,8 +424,25 @@ def test_what_argparse_refuses_is_one_line_too(capsys):
         (["train"], "RECIPE"),
         (["plan", "nano", "--nproc", "two"], "--nproc"),
         (["data"], "VERB"),
+        (["machine", "--speed"], "no such argument: --speed"),
     ):
         refused(capsys, arguments, 2, part, f"`redline {arguments[0]} --help`")
+    refused(
+        capsys, ["rft", "stats", "run", "--all"], 2, "no such argument: --all; `redline rft stats --help`"
+    )
+
+
+def test_an_empty_value_is_refused_but_for_a_text(capsys):
+    """`--run "$RUN"` without the variable would train into the working directory."""
+    for arguments in (["train", ""], ["train", "nano", "--run", ""], ["plan", "nano", "--as", ""]):
+        refused(capsys, arguments, 2, "the value must not be empty", f"`redline {arguments[0]} --help`")
+    assert parser(only="generate").parse_args(["generate", "demo", "--prompt", ""]).prompt == [""]
+
+
+def test_the_standard_benchmark_does_not_start_on_a_cpu(capsys, monkeypatch):
+    facts = replace(read_facts(), gpus=())
+    monkeypatch.setattr("redline.cli.bench.read_facts", lambda: facts)
+    refused(capsys, ["bench", "train"], 6, "needs a GPU", "--recipe nano")
 
 
 # ---- mistakes: data ----

@@ -76,6 +76,12 @@ def test_a_column_that_is_named_twice_is_refused(tmp_path: Path, capsys: pytest.
     assert "--map names step twice: a and b" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_text_without_columns_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("hello world\n")
+    assert main(["diagnose", str(tmp_path / "notes.txt"), "--map", "step_s=dt:ms"]) == 2
+    assert capsys.readouterr().err.endswith("has no column 'dt'; it has none\n")
+
+
 def test_a_large_log_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "verl.log"
     path.write_text((LOGS / "verl.log").read_text() + "(pid=1) nothing of interest\n" * 160_000)

@@ -7,9 +7,9 @@
     --json                  a switch
     @PLAN                   what stands under that name in SHARED
 
-The name of a value decides its type (TYPES; any other is text). `(default 6)` in the help is the default;
-`(default: the recipe's)` only describes what happens without the option. A number must be above 0, or may be 0 where
-the help speaks of 0.
+The name of a value decides its type (TYPES; any other is text, of which only TEXT may be empty). `(default 6)` in the
+help is the default; `(default: the recipe's)` only describes what happens without the option. A number must be above 0,
+or may be 0 where the help speaks of 0.
 """
 
 import argparse
@@ -116,6 +116,13 @@ class _Number(argparse.Action):
         setattr(options, self.dest, value)
 
 
+def _filled(kind: type, text: str) -> Any:
+    """A variable that a script forgot to set would else mean the working directory, or that no option was given."""
+    if not text:
+        raise argparse.ArgumentTypeError("the value must not be empty")
+    return kind(text)
+
+
 def declare(command: argparse.ArgumentParser, text: str) -> None:
     """Add every argument that the text lists."""
     for line in text.splitlines():
@@ -142,7 +149,8 @@ def _add(command: argparse.ArgumentParser, form: str, about: str) -> None:
         value = name.strip("[]")
         facts |= {"nargs": "+"} if many else {"nargs": "?"} if name.startswith("[") else {}
         name = value.lower()
-    facts["type"] = kind = TYPES.get(value, str)
+    kind = TYPES.get(value, str)
+    facts["type"] = kind if kind in (int, float) or value == "TEXT" else partial(_filled, kind)
     facts |= {"action": _Number} if kind in (int, float) and value != "SHARE" else {}
     if default := re.search(r"\(default ([^\s,:;)]+)", about):
         facts["default"] = kind(default[1])

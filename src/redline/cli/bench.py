@@ -1,7 +1,7 @@
 """Measure Redline beside its alternatives, in one run on the same work.
 
 redline bench train                    the training loop beside the bare step, plain PyTorch and Hugging Face's
-                                       Trainer
+                                       Trainer; needs a GPU
 redline bench train --recipe nano      one recipe, also on a CPU
 redline bench generate                 the generation engine beside `transformers`; needs a GPU, or --quick
 redline bench finetune                 LoRA fine-tuning beside Hugging Face's Trainer with PEFT; needs a GPU, or
@@ -87,9 +87,11 @@ def _train(options: argparse.Namespace) -> Path:
     standard = [(name, sets, options.arm or arms) for name, sets, arms in STANDARD]
     chosen = [(name, (), options.arm or ARMS["train"]) for name in options.recipe] or standard
     cases = [(load_recipe(name, [*data, *sets, *options.set]), arms) for name, sets, arms in chosen]
+    facts = read_facts()
+    if not facts.gpus and not options.recipe:
+        raise MachineError("the full benchmark needs a GPU, and this machine has none: use --recipe nano")
     from redline.bench.train import bench_train
 
-    facts = read_facts()
     hardware = hardware_here(facts, ceilings_of(facts))
     blocks = {"blocks": options.blocks, "steps_per_block": options.steps_per_block}
     return bench_train(cases, hardware, facts, options.out, **blocks, progress=status)

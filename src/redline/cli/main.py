@@ -128,7 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             named = next((word for word in given if not word.startswith("-")), "")
             if named and named not in COMMANDS:
                 raise ConfigError(f"no command {named!r}{nearest(named, COMMANDS)}: `redline` lists them")
-            options = parser(only=named).parse_args(given)
+            options, unknown = parser(only=named).parse_known_args(given)
+            if unknown:
+                place = " ".join(filter(None, ("redline", options.command, getattr(options, "verb", None))))
+                raise ConfigError(
+                    f"no such argument: {' '.join(unknown)}; `{place} --help` explains the command"
+                )
             if options.command is None:
                 parser(only="").print_help()
                 return 0

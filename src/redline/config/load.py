@@ -158,7 +158,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         inner = [a for a in args if a is not types.NoneType]
         return None if value is None else _convert(inner[0], value, where)
     if type(value) is int and not -(2**63) <= value < 2**63:
-        raise ConfigError(f"{where} must fit in 64 bits, got a number of {value.bit_length()}")
+        raise ConfigError(f"{where} must fit in 64 bits, got one of {value.bit_length()} bits")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:

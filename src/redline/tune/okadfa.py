@@ -133,6 +133,7 @@ def _row(
     first = recipe.train.seed
     searched: dict[float, float | None] = {}
     for lr in lrs:
+        progress(f"{arm.name}, lr {lr:g}: training")
         ended = run(lr, first)
         searched[lr] = final(ended) if ended else None
         progress(f"{arm.name}, lr {lr:g}: validation loss {searched[lr]}")

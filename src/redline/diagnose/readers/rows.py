@@ -93,7 +93,7 @@ def refuse_unknown(log: Log, source: str) -> None:
     if not {"step", "loss", *TIMES} & log.columns.keys():
         raise ConfigError(
             f"{source}: no column is known for a step, a loss or a time. Name them with --map step=COLUMN; it has"
-            f" {_names(log.unread) or 'none'}"
+            f" {_names(log.unread)}"
         )
 
 
@@ -148,7 +148,7 @@ def _given(given: Mapping[str, str], labels: Mapping[str, str], source: str) -> 
 
 def _names(labels: Iterable[str]) -> str:
     """Names of columns for a message, whatever stands in them."""
-    return ", ".join(name if name.isprintable() else repr(name) for name in sorted(labels))[:800]
+    return ", ".join(name if name.isprintable() else repr(name) for name in sorted(labels))[:800] or "none"
 
 
 def _add(log: Log, row: Row, cells: Mapping[str, Any], shape: _Shape, source: str) -> bool:
