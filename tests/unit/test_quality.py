@@ -191,7 +191,7 @@ def test_another_training_is_kept_if_it_reaches_the_loss_sooner(tmp_path: Path) 
     assert tf32.quality is not None
     assert (muon.kept, muon.verdict, muon.quality.figure) == (True, "slower", "seconds to the loss")
     assert math.exp(-(muon.quality.worse_by or 0)) == pytest.approx(2.0)
-    assert str(muon.quality) == "10.0 → 5.0 s to 4.0020, 2.00x [2.00, 2.00], sooner"
+    assert str(muon.quality) == "10.0 → 5.0 s to a loss of 4.0020, 2.00x [2.00, 2.00], sooner"
     assert (tf32.kept, "same training" in tf32.numerics) == (True, True)
     assert rows["leave one out", "muon"].outcome == "ok"
     assert "another training" in rows["leave one out", "muon"].numerics
@@ -243,6 +243,17 @@ def test_a_recipe_that_ends_by_the_clock_is_compared_over_the_same_updates(tmp_p
 def test_a_recipe_without_a_training_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ablate", "seeds/000", "--quality", "--out", str(tmp_path / "a")]) == 2
     assert "--quality needs a training to compare" in capsys.readouterr().err
+
+
+def test_the_page_of_an_ablation_says_how_it_was_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, stand_in in (("ablate", lambda *given, **named: []), ("tokenise", str)):
+        monkeypatch.setattr(f"redline.cli.ablate.{name}", stand_in)
+    given = ["nano", "--minutes", "3", "--quality", "--seeds", "4", "--seconds", "20", "--margin", "0.02"]
+    assert main(["ablate", *given, "--markdown", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "--quality --seeds 4 --seconds 20 --margin 0.02" in shown
 
 
 # ---- real trainings ----

@@ -98,6 +98,7 @@ def _where(options: argparse.Namespace, hardware: Hardware, facts: MachineFacts,
     given += ["--minutes", f"{options.minutes:g}", "--block-seconds", f"{options.block_seconds:g}"]
     if options.quality:
         given += ["--quality", "--seeds", str(options.seeds), "--seconds", f"{options.seconds:g}"]
+        given += ["--margin", f"{options.margin:g}"] if options.margin else []
     return (
         f"Made by `redline ablate {shlex.join(given)}` on {time.strftime('%Y-%m-%d')}: {hardware.title};"
         f" {versions}; fingerprint {recipe.fingerprint}. Speed with the change over speed without it, on top"

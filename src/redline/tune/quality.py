@@ -140,7 +140,7 @@ class Judge:
             note = f"{len(there[1])} of {self.seeds} seeds reached a loss of {loss:.4f}"
             return Quality(figure=figure, verdict="worse" if worse else "cannot tell", note=note)
         pairs = [(a.seconds, b.seconds) for a, b in zip(*there, strict=True)]
-        return replace(_judged(figure, pairs, 0.0), note=f"to {loss:.4f}")
+        return replace(_judged(figure, pairs, 0.0), note=f"to a loss of {loss:.4f}")
 
     def _cut(self, recipe: Recipe, tokens_per_s: float) -> Recipe:
         """A shorter run with a schedule of the same form, its warm-up included. It ends by its updates, whatever the
