@@ -73,8 +73,9 @@ def test_losses_stay_in_the_band_of_fp32(
         ("train.optimizer=adamw", "train.embed_lr=1e-3"),
         ("train.optimizer=muon", "train.muon_warmup_steps=10", "plan.micro_batch=16"),
         ("train.optimizer=muon", "plan.cross_entropy=fp8"),
+        ("plan.update=foreach", "plan.recompute=full", "plan.loss_chunks=4"),
     ],
-    ids=["adamw", "muon, two passes", "muon, fp8 head"],
+    ids=["adamw", "muon, two passes", "muon, fp8 head", "foreach, recomputed"],
 )
 def test_a_captured_run_trains_like_an_eager_one(tmp_path: Path, how: tuple[str, ...], compile: str) -> None:
     """Validations, checkpoints and an end by resuming among them."""
@@ -117,10 +118,10 @@ def test_stopped_and_resumed_run_has_every_step_once(tmp_path: Path) -> None:
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-3)
 
 
-def test_out_of_memory_shrinks_the_pass_and_keeps_the_batch(tmp_path: Path) -> None:
-    recipe = load_recipe(
-        "nano", [*SMALL, "train.steps=4", "train.batch_size=512", "plan.micro_batch=512", "plan.compile=off"]
-    )
+@pytest.mark.parametrize("graph", [False, True])
+def test_out_of_memory_shrinks_the_pass_and_keeps_the_batch(tmp_path: Path, graph: bool) -> None:
+    how = ["plan.micro_batch=512", "plan.compile=off", *(["plan.graph=true"] if graph else [])]
+    recipe = load_recipe("nano", [*SMALL, "train.steps=4", "train.batch_size=512", *how])
     hardware = hardware_here(read_facts(), None)
     plan = make_plan(recipe, hardware)
     needed = plan.prediction.memory_bytes

@@ -93,6 +93,11 @@ def test_bad_tokenizers_are_refused(tmp_path: Path) -> None:
     renamed = (tmp_path / "tokenizer.json").read_text().replace("<|endoftext|>", "[END]")
     with pytest.raises(DataError, match="no token that ends a document"):
         Tokenizer(renamed, "renamed")
+    settings = json.loads(BPE.text)
+    settings["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    long = json.dumps(settings).replace('"stride": 0', f'"stride": 0, "unknown": {"7" * 5000}')
+    with pytest.raises(DataError, match=r"long cannot be read as a tokenizer\.json: .*5000 digits"):
+        Tokenizer(long, "long")
     with pytest.raises(DataError, match=r"at least 257 .* got 256"):
         train_bpe(iter(small_corpus()), 256)
 
@@ -144,3 +149,8 @@ def test_a_long_file_is_parsed_once_and_then_only_to_be_used(
     monkeypatch.setattr(tokenizer_module, "REMEMBERED_BYTES", 0)
     other.save(file)
     assert opened()[0].vocab_size == other.vocab_size
+    assert not opened()[1]
+    monkeypatch.setattr(tokenizer_module, "_END_NAMES", ("a", "<|endoftext|>"))
+    assert opened()[0].eot_id == other.encode(["a"])[0][0], "what other names found is not taken"
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / ("x" * 300)))  # no such name is allowed
+    assert opened()[1]

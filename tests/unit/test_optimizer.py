@@ -10,7 +10,7 @@ from precision import assert_close
 from torch import Tensor, nn
 
 from redline.config.load import load_recipe
-from redline.config.recipe import ModelConfig, TrainConfig
+from redline.config.recipe import ModelConfig, TrainConfig, UpdateKernels
 from redline.model.transformer import Transformer, build_model
 from redline.train.optimizer import (
     NEWTON_SCHULZ,
@@ -291,6 +291,20 @@ def test_state_tensors_cover_every_parameter_and_slot_and_are_the_live_ones(kind
     assert {name: t.data_ptr() for name, t in state_tensors(model, optimizers).items()} == pointers, (
         "and replace none of them"
     )
+
+
+@pytest.mark.parametrize("kernels", ["fused", "foreach", "loop"])
+def test_a_captured_update_counts_on_the_device(kernels: UpdateKernels) -> None:
+    """From the beginning: counts that moved there later would not be those that checkpoints hold."""
+    with torch.device("meta"):
+        model = Transformer(CONFIG)
+
+    def places(**how: bool) -> set[str]:
+        tensors = state_tensors(model, make_optimizers(model, train(), kernels, **how))
+        return {tensor.device.type for name, tensor in tensors.items() if name.startswith("optimizer.step.")}
+
+    assert places(captured=True) == {"meta"}
+    assert places() == {"meta" if kernels == "fused" else "cpu"}
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

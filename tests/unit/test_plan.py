@@ -23,6 +23,7 @@ from redline.plan.hardware import hardware_as
 from redline.plan.plan import PLANNED, Hardware, Plan, Why, check_fit, load, save
 from redline.plan.planner import FULL_PASS_TOKENS, THIN_PASS_TOKENS, make_plan
 from redline.plan.predict import MEMORY_SHARE
+from redline.plan.values import why_not
 
 CPU = Hardware(
     title="a laptop, 8 cores", kind="cpu", memory_bytes=16 * 2**30, compute_capability=(), cores=8,
@@ -271,6 +272,23 @@ def test_a_captured_update_is_for_one_gpu_and_keeps_torchs_allocator():
     for hardware, world_size in ((gpu(), 2), (CPU, 1)):
         with pytest.raises(ConfigError, match="captured updates need one process with a GPU"):
             make_plan(pinned(GPT2, graph=True), hardware, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        (("train.rule=dfa",), "feedback alignment"),
+        (("train.orthogonality=1e-3", "train.orthogonality_warmup_steps=5"), "orthogonality_warmup_steps"),
+    ],
+)
+def test_an_update_that_changes_is_not_captured(sets: tuple[str, ...], why: str) -> None:
+    """`redline ablate` and the tuner ask here, and leave it out; in a recipe it is refused."""
+    reason = why_not("graph", True, load_recipe("gpt2-124m", sets), gpu())
+    assert reason is not None
+    assert why in reason
+    assert why_not("graph", True, load_recipe("gpt2-124m", ["train.orthogonality=1e-3"]), gpu()) is None
+    with pytest.raises(ConfigError, match=r"plan\.graph"):
+        load_recipe("gpt2-124m", [*sets, "plan.graph=true"])
 
 
 @pytest.mark.parametrize("shards", [3, 32])

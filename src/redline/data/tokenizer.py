@@ -47,7 +47,10 @@ class Tokenizer:
         ends = [ids[end] for end in _END_NAMES if end in ids]
         if not ends:
             raise DataError(f"{self._name} has no token that ends a document, one of {', '.join(_END_NAMES)}")
-        settings = json.loads(self.text)
+        try:
+            settings = json.loads(self.text)
+        except ValueError as error:  # the Rust side reads past a number of 5,000 digits that it does not need
+            raise DataError(f"{self._name} cannot be read as a tokenizer.json: {error}") from error
         meaning = {key: value for key, value in settings.items() if key not in ("truncation", "padding")}
         facts = {
             "vocab_size": max(ids.values(), default=-1) + 1,
@@ -109,15 +112,17 @@ REMEMBERED_BYTES = 2**20
 def _memory(text: str) -> Path | None:
     if len(text) < REMEMBERED_BYTES:
         return None
-    return cache_folder() / "tokenizers" / f"{hashlib.sha256(text.encode(errors='replace')).hexdigest()}.json"
+    # The names belong to it: other ones may find another end in the same text.
+    found_by = hashlib.sha256(f"{_END_NAMES}{text}".encode(errors="replace"))
+    return cache_folder() / "tokenizers" / f"{found_by.hexdigest()}.json"
 
 
 def _remembered(text: str) -> dict[str, Any] | None:
     """What this text was found to be when it was parsed."""
     path = _memory(text)
     try:
-        facts = read_json(path, dict, error=DataError) if path is not None and path.exists() else {}
-    except DataError:
+        facts = read_json(path, dict, error=DataError) if path is not None else {}
+    except DataError:  # the first time, or a folder that we may not look into
         return None
     kinds = {"vocab_size": int, "eot_id": int, "fingerprint": str}
     return facts if {name: type(value) for name, value in facts.items()} == kinds else None

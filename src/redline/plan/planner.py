@@ -218,12 +218,8 @@ class _Decider:
             return _rule(False, "every rollout has rows of other lengths; a graph would be captured for each")
         if self.hardware.kind == "cpu" or self.world_size > 1:
             return _rule(False, ONE_GPU)
-        if self.chosen["precision"] == "fp16":
-            return _rule(
-                False, "the loss scaler reads every update's gradient norm, which a graph cannot wait for"
-            )
-        if self.recipe.feedback is not None:
-            return _rule(False, "feedback alignment runs a backward inside a backward, which is not captured")
+        if (why := why_not("graph", True, self.recipe, self.hardware, self.chosen)) is not None:
+            return _rule(False, why)
         return _rule(True, "a small update is bound by kernel launches: one instead of thousands")
 
     def shards(self) -> Decision:

@@ -103,6 +103,14 @@ def _steady_shapes(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str 
     return None if recipe.rl is None else "the rows of every rollout have other lengths"
 
 
+def _steady_update(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
+    """As config/rules.py refuses it in a recipe."""
+    if recipe.feedback is not None:
+        return "feedback alignment runs a backward inside a backward, which is not captured"
+    warms_up = recipe.train.orthogonality and recipe.train.orthogonality_warmup_steps
+    return "train.orthogonality_warmup_steps changes the update that a graph repeats" if warms_up else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanValue:
     effect: Effect
@@ -174,7 +182,7 @@ VALUES: dict[str, PlanValue] = {
     "padded": PlanValue(effect="rounding", choices=_SWITCH, proof=("loss and gradients",)),
     "graph": PlanValue(
         effect="exact", choices=_SWITCH, proof=("CUDA graph of the update",),
-        needs={True: (_steady_shapes, needs_cuda, _unscaled)},
+        needs={True: (_steady_shapes, _steady_update, needs_cuda, _unscaled)},
     ),
     # ---- generation ----
     "slots": PlanValue(effect="rounding", proof=()),

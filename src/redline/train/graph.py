@@ -58,12 +58,6 @@ class Captured:
         self.buffer = torch.zeros(size, dtype=torch.int32, device=self.learner.process.device)
         self.targets, *numbers = self.buffer[: self.scalars].view(torch.float32).unbind()
         self.targets.fill_(1.0)
-        for optimizer in self.learner.optimizers:
-            for state in optimizer.state.values():
-                if "step" in state:
-                    state["step"] = state["step"].to(
-                        self.buffer.device
-                    )  # foreach counts on the host otherwise
         if self.objective.passes_per_update == 1:
             self.workspace = workspace_of(self.learner)
         pool: Any = None

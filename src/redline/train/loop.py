@@ -81,7 +81,7 @@ class Trainer:
         """The checkpoint that is being written and has not been announced."""
         self.stop_requested = False
         scale = LossScale() if job.plan.precision == "fp16" else None
-        optimizers = make_optimizers(job.model, self.train, job.plan.update)
+        optimizers = make_optimizers(job.model, self.train, job.plan.update, captured=job.plan.graph)
         rule = rule_of(job.recipe, job.model)
         self.learner = Learner(job.model, optimizers, process, self.train.clip_norm, scale, rule)
         if job.combine is not None:

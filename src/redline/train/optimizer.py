@@ -140,9 +140,10 @@ def _stacks(params: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def make_optimizers(
-    model: nn.Module, train: TrainConfig, kernels: UpdateKernels = "fused"
+    model: nn.Module, train: TrainConfig, kernels: UpdateKernels = "fused", *, captured: bool = False
 ) -> list[torch.optim.Optimizer]:
-    """AdamW, or Muon for the blocks' matrices and AdamW for the rest. Norms and biases do not decay."""
+    """AdamW, or Muon for the blocks' matrices and AdamW for the rest. Norms and biases do not decay. `captured`: a CUDA
+    graph will change the weights, and with them the counts of updates."""
     hidden, matrices, vectors = [], [], []
     rates = {"embed.weight": train.embed_lr, "values.weight": train.embed_lr, "head.weight": train.head_lr}
     own: dict[str, list[Tensor]] = {name: [] for name in rates}
@@ -167,9 +168,9 @@ def make_optimizers(
     adamw = AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, **chosen)
     for group in groups:
         params = group["params"]
-        # Only the fused kernel counts on the device; the others would wait for the GPU to read the count,
+        # Only the fused kernel and a graph count on the device; the others would wait for the GPU to read the count,
         # tensor by tensor.
-        device = params[0].device if kernels == "fused" else "cpu"
+        device = params[0].device if kernels == "fused" or captured else "cpu"
         steps = torch.zeros(len(params), dtype=torch.float32, device=device).unbind()
         for p, *slots in zip(params, steps, zeros_like(params), zeros_like(params), strict=True):
             adamw.state[p] = dict(zip(("step", "exp_avg", "exp_avg_sq"), slots, strict=True))
