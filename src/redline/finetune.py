@@ -114,7 +114,7 @@ def job_of(
         plan=plan,
         steps=len(updates),
         model=model,
-        source=lambda position: Examples(mine, position or 0),
+        source=lambda position, _done: Examples(mine, position or 0),
         objective=objective,
         data_fingerprint=fingerprint(examples),
         opened=opened or OpenRun(),

@@ -74,8 +74,9 @@ def test_losses_stay_in_the_band_of_fp32(
         ("train.optimizer=muon", "train.muon_warmup_steps=10", "plan.micro_batch=16"),
         ("train.optimizer=muon", "plan.cross_entropy=fp8"),
         ("plan.update=foreach", "plan.recompute=full", "plan.loss_chunks=4"),
+        ("train.optimizer=muon", "train.batch_ramp_steps=5", "plan.micro_batch=8"),
     ],
-    ids=["adamw", "muon, two passes", "muon, fp8 head", "foreach, recomputed"],
+    ids=["adamw", "muon, two passes", "muon, fp8 head", "foreach, recomputed", "a ramp of the batch"],
 )
 def test_a_captured_run_trains_like_an_eager_one(tmp_path: Path, how: tuple[str, ...], compile: str) -> None:
     """Validations, checkpoints and an end by resuming among them."""
@@ -92,7 +93,8 @@ def test_a_captured_run_trains_like_an_eager_one(tmp_path: Path, how: tuple[str,
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
         assert lines[-1]["valid_loss"] == pytest.approx(eager[-1]["valid_loss"], rel=1e-2)
     events = read_lines(tmp_path / "whole" / "events.jsonl")
-    assert [event["graphs"] for event in events if event["event"] == "captured"] == [1]
+    sizes = 3 if "train.batch_ramp_steps=5" in how else 1
+    assert [event["graphs"] for event in events if event["event"] == "captured"] == [1] * sizes
 
 
 def test_fp8_trains_like_bf16(reference: list[dict[str, Any]], tmp_path: Path) -> None:

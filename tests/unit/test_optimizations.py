@@ -351,6 +351,7 @@ def test_every_change_of_the_training_makes_another_recipe_that_keeps_the_rules(
         "muon",
         "polar-express",
         "zero-init",
+        "batch-ramp",
         "logit-cap",
         "value-embeddings",
         "untied-head",
@@ -360,4 +361,8 @@ def test_every_change_of_the_training_makes_another_recipe_that_keeps_the_rules(
             changed = change(recipe)
             assert from_toml(to_toml(changed), where=name) == changed
             assert changed.fingerprint != recipe.fingerprint, name
+    odd = replace(recipe, train=replace(recipe.train, batch_size=126))
+    assert (
+        find("batch-ramp").why_not(odd, H200) == "the batch of 126 has no quarter of whole passes (of 1 each)"
+    )
     assert "train.optimizer is adamw" in (find("polar-express").why_not(load_recipe("nano"), H200) or "")

@@ -265,6 +265,17 @@ def test_every_node_has_a_copy_of_the_weights_where_half_of_its_memory_holds_it(
     assert make_plan(pinned(model, shards=4), gpu(), world_size=16, nodes=2).shards == 4
 
 
+def test_passes_divide_the_smallest_batch_of_a_ramp():
+    ramped = replace(GPT2, train=replace(GPT2.train, batch_size=64, batch_ramp_steps=100))
+    plan = make_plan(ramped, gpu())
+    assert (plan.micro_batch, plan.accumulation) == (16, 4)
+    assert make_plan(ramped, gpu(), world_size=16).micro_batch == 1
+    with pytest.raises(
+        ConfigError, match=r"train.batch_size / 4 \(train.batch_ramp_steps\) \(16\) must be a multiple of 32"
+    ):
+        make_plan(ramped, gpu(), world_size=32)
+
+
 def test_a_captured_update_is_for_one_gpu_and_keeps_torchs_allocator():
     plan = make_plan(pinned(GPT2, graph=True), gpu())
     assert (plan.graph, plan.allocator) == (True, "")

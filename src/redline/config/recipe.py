@@ -36,6 +36,8 @@ PromptMode = Literal["chat", "text"]
 
 IGNORED = -100
 """A target that counts for nothing; the value that torch's cross entropy takes by default."""
+RAMP = (4, 2)
+"""What a batch is divided by in the stages of its ramp."""
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -137,6 +139,8 @@ class TrainConfig:
     """Sequences or examples in one update, over all micro-batches and processes."""
     lr: float
     """Peak learning rate (of AdamW's parameters under Muon)."""
+    batch_ramp_steps: int = 0
+    """Updates on a quarter of the batch, and as many after them on half of it; 0: none."""
     steps: int = 0
     """Updates in the run; fine-tuning may give `epochs` instead."""
     epochs: int = 0
@@ -193,6 +197,15 @@ class TrainConfig:
     """Updates between checkpoints; 0: only at the end (and on Ctrl-C)."""
     keep_checkpoints: int = 2
     """Checkpoints to keep: the newest ones, and always the best."""
+
+    @property
+    def smallest_batch(self) -> int:
+        return self.batch_at(1)
+
+    def batch_at(self, step: int) -> int:
+        """Sequences in update `step` (1 is the first)."""
+        stage = (step - 1) // self.batch_ramp_steps if self.batch_ramp_steps else len(RAMP)
+        return self.batch_size // (*RAMP, 1)[min(stage, len(RAMP))]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from redline.config.recipe import Recipe
+from redline.config.recipe import RAMP, Recipe
 from redline.errors import ConfigError
 
 Rule = tuple[bool, str]
@@ -38,7 +38,7 @@ _NOT_NEGATIVE = {
     "model": ("redraw_every", "logit_cap"),
     "data": ("seq_len",),
     "train": (
-        "steps", "epochs", "muon_warmup_steps", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
+        "steps", "epochs", "batch_ramp_steps", "muon_warmup_steps", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
         "diagnose_every", "checkpoint_every", "seed",
     ),
     "dfa": ("top_blocks",),
@@ -118,6 +118,9 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
     yield not own or workload == "pretrain", "train.embed_lr and train.head_lr are for workload pretrain"
     untied = t.head_lr is None or not m.tie_embeddings
     yield untied, "train.head_lr needs a head that is not tied: give model.tie_embeddings=false"
+    ramped = f"train.batch_ramp_steps needs workload pretrain and a train.batch_size that is a multiple of {RAMP[0]}"
+    divided = workload == "pretrain" and t.batch_size % RAMP[0] == 0
+    yield not t.batch_ramp_steps or divided, f"{ramped}, got {workload} and {t.batch_size}"
     held_out = t.eval_every == 0 or d.valid_fraction > 0
     yield held_out, "train.eval_every needs a validation split: give data.valid_fraction greater than 0"
     tokens = t.batch_size * d.seq_len
@@ -163,8 +166,10 @@ def _plan(recipe: Recipe) -> Iterator[Rule]:
     yield not (p.graph and recipe.train.orthogonality and recipe.train.orthogonality_warmup_steps), steady
     generates = recipe.workload in ("rft", "rl")
     yield p.slots is None or generates, "plan.slots is for workloads that generate text: leave it out"
+    size = size if not recipe.train.batch_ramp_steps else recipe.train.smallest_batch
     whole = p.micro_batch is None or size % p.micro_batch == 0
-    rows = f"train.batch_size{' x rl.group_size' if recipe.rl else ''} ({size})"
+    part = f" / {RAMP[0]} (train.batch_ramp_steps)" if recipe.train.batch_ramp_steps else ""
+    rows = f"train.batch_size{' x rl.group_size' if recipe.rl else ''}{part} ({size})"
     yield whole, f"{rows} must be a multiple of plan.micro_batch ({p.micro_batch})"
     if recipe.train.rule == "dfa":
         yield not p.graph, "plan.graph cannot capture train.rule dfa: leave it out"

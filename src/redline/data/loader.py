@@ -7,7 +7,7 @@ B: batch, T: sequence.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -57,18 +57,18 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         position: Position | None = None,
+        ramp: Iterable[int] = (),
         threads: int = 1,
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
+        """`ramp`: the sizes of the first batches, if they differ."""
         if batch_size % world_size:
             processes = f"the number of processes ({world_size})"
             raise ConfigError(f"train.batch_size ({batch_size}) must be a multiple of {processes}")
         self.waited_s = 0.0
         """Time that `next` has spent waiting."""
-        self._batch_size = batch_size
-        share = batch_size // world_size
-        self._rows = slice(rank * share, (rank + 1) * share)
+        self._batch_size, self._ramp, self._rank, self._world_size = batch_size, iter(ramp), rank, world_size
         self._pin = pin_memory and torch.cuda.is_available()
         self._order = source.order(seq_len=seq_len, seed=seed, position=position, threads=threads)
         # A stream reads from one place, so its jobs run one after another and its threads tokenise.
@@ -98,7 +98,10 @@ class Loader:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _submit(self) -> None:
-        self._ahead.append(self._pool.submit(self._prepare, self._order.claim(self._batch_size, self._rows)))
+        size = next(self._ramp, self._batch_size)
+        share = size // self._world_size
+        rows = slice(self._rank * share, (self._rank + 1) * share)
+        self._ahead.append(self._pool.submit(self._prepare, self._order.claim(size, rows)))
 
     def _prepare(self, job: Job) -> Batch:
         rows, position = job()

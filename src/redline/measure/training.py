@@ -89,7 +89,7 @@ class TrainingSubject:
 
 def _endless(recipe: Recipe) -> Recipe:
     never: dict[str, Any] = dict.fromkeys(("eval_every", "checkpoint_every", "early_stop_evals"), 0)
-    never |= {"max_hours": None, "target_loss": None}
+    never |= {"max_hours": None, "target_loss": None, "batch_ramp_steps": 0}  # the whole batch is measured
     if recipe.workload != "pretrain":  # a rate that rises over a share of an endless run would stay at 0
         never |= {"schedule": "constant", "warmup_steps": 0, "warmup_fraction": 0.0}
         return replace(recipe, train=replace(recipe.train, **never))
@@ -140,7 +140,7 @@ def _finetuning(recipe: Recipe, plan: Plan, process: Process, opened: OpenRun) -
     assert isinstance(job.objective, Packed)
     updates = job.objective.updates
     tokens = sum(exact(update).tokens for update in updates) / len(updates)
-    return replace(job, source=lambda position: _RoundAndRound(updates)), round(tokens)
+    return replace(job, source=lambda position, _done: _RoundAndRound(updates)), round(tokens)
 
 
 def _model_and_rows(recipe: Recipe, plan: Plan, process: Process) -> tuple[Transformer, Sequence[Example]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from redline.config.load import build
-from redline.config.recipe import Recipe
+from redline.config.recipe import RAMP, Recipe
 from redline.errors import ConfigError, nearest
 from redline.plan.plan import Hardware
 from redline.plan.values import NEEDED_CAPABILITY, VALUES, Beside, Need, needs_cuda, needs_softmax, why_not
@@ -139,6 +139,12 @@ def _batch_to_cut(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str |
     return None if batch > 1 else f"the batch is {batch} sequence: it cannot be cut"
 
 
+def _batch_to_quarter(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
+    batch, micro = recipe.train.batch_size, recipe.plan.micro_batch or 1
+    whole = batch % (RAMP[0] * micro) == 0
+    return None if whole else f"the batch of {batch} has no quarter of whole passes (of {micro} each)"
+
+
 def _back_propagation(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
     return "feedback alignment keeps the activations of one block anyway" if recipe.feedback else None
 
@@ -157,6 +163,7 @@ CONDITIONS: dict[str, Need] = {
     "no bf16": _no_bf16,
     "a second core": _second_core,
     "a batch to cut": _batch_to_cut,
+    "a batch to quarter": _batch_to_quarter,
 }
 
 

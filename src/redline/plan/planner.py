@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from redline.config.recipe import Recipe
+from redline.config.recipe import RAMP, Recipe
 from redline.errors import ConfigError, MachineError
 from redline.plan import arithmetic
 from redline.plan.bounds import Decision, Outside, bounded_slots, positive
@@ -44,10 +44,10 @@ def make_plan(
     outside = outside or Outside(environment={})
     if world_size < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {world_size}")
-    if recipe.train.batch_size % world_size:
-        raise ConfigError(
-            f"train.batch_size ({recipe.train.batch_size}) must be a multiple of {world_size} processes"
-        )
+    if recipe.train.smallest_batch % world_size:
+        part = f" / {RAMP[0]} (train.batch_ramp_steps)" if recipe.train.batch_ramp_steps else ""
+        batch = f"train.batch_size{part} ({recipe.train.smallest_batch})"
+        raise ConfigError(f"{batch} must be a multiple of {world_size} processes")
     decide = _Decider(recipe, hardware, world_size, nodes, outside)
     decide.supported(decide.pinned("precision", decide.precision))
     decide.pinned("attention", decide.attention)
@@ -233,7 +233,7 @@ class _Decider:
         """Micro-batch, accumulation, recomputation and loss chunks together, because they share one memory."""
         rows = self.recipe.rows_per_update
         share = rows // self.world_size
-        micro = self._fit(share)
+        micro = self._fit(share // (RAMP[0] if self.recipe.train.batch_ramp_steps else 1))
         reason = f"{rows} sequences an update / ({micro} a pass x {self.world_size} process(es))"
         source = self.why["micro_batch"].source
         why = Why(reason=reason, source="environment" if source == "environment" else "rule")

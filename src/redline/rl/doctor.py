@@ -107,7 +107,7 @@ def examine(recipe: Recipe, plan: Plan, process: Process, *, questions: int) -> 
     base = open_weights(Path(recipe.model.init_from or ""))
     with in_force(plan), open_domains(little, base) as domains:
         job = job_of(little, plan, base, domains, process)
-        with closing(job.source(None)) as source:
+        with closing(job.source(None, 0)) as source:
             drawn: Rollout = source.next()
             gap = _gap(job.model, drawn.groups, domains)
             found = [_domain(name, drawn.groups, domains) for name in rl.names]

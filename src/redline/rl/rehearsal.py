@@ -66,7 +66,7 @@ def job_of(recipe: Recipe, plan: Plan, model: Transformer, rows: list[Row], proc
         plan=plan,
         steps=recipe.train.steps,
         model=model,
-        source=lambda _: Again(rows),
+        source=lambda _position, _done: Again(rows),
         objective=Policies(GRPO, recipe, process, pass_size=plan.micro_batch),
         executor=Updates,  # type: ignore[arg-type]  # as in rl.run
         data_fingerprint="",

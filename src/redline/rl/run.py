@@ -111,7 +111,9 @@ def job_of(
         plan=plan,
         steps=recipe.train.steps,
         model=model,
-        source=lambda position: Rollouts(domains, policy, algorithm, Samples(opened.run), done=position or 0),
+        source=lambda position, _done: Rollouts(
+            domains, policy, algorithm, Samples(opened.run), done=position or 0
+        ),
         objective=Policies(algorithm, recipe, process, pass_size=plan.micro_batch, reference=reference),
         executor=partial(Updates, critic=critic),
         state=critic.state if critic is not None else {},

@@ -36,9 +36,9 @@ class Captured:
         self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Update]] = {}
 
     def take(self, batch: Any, *, targets: float, lr_factor: float) -> Update:
-        if not self.graphs:
-            self._capture_all(self.objective.shapes_from(batch))
         rows = self.objective.rows(batch)
+        if rows[0][1] not in self.graphs:
+            self._capture_all(self.objective.shapes_from(batch))
         rates = [(group["peak_lr"] * lr_factor, group.get("momentum", 0.0)) for group in self.groups]
         scalars = np.array([targets, *(number for pair in rates for number in pair)], dtype=np.float32)
         words = np.concatenate([scalars.view(np.int32), *(row for row, _ in rows)])
@@ -51,14 +51,15 @@ class Captured:
 
     def _capture_all(self, to_come: Iterable[Any]) -> None:
         """One graph for each shape that is still to come; the weights do not move."""
-        started_s = time.perf_counter()
+        started_s, self.graphs = time.perf_counter(), {}
         # The largest first: the others fit its memory.
         shapes = sorted(set(to_come), key=lambda shape: shape.tokens, reverse=True)
-        size = self.scalars + self.objective.passes_per_update * max(sum(shape.sizes) for shape in shapes)
+        passes = self.objective.passes_of(shapes[0])
+        size = self.scalars + passes * max(sum(shape.sizes) for shape in shapes)
         self.buffer = torch.zeros(size, dtype=torch.int32, device=self.learner.process.device)
         self.targets, *numbers = self.buffer[: self.scalars].view(torch.float32).unbind()
         self.targets.fill_(1.0)
-        if self.objective.passes_per_update == 1:
+        if passes == 1:
             self.workspace = workspace_of(self.learner)
         pool: Any = None
         graphs = {}
@@ -90,7 +91,7 @@ class Captured:
 
     def _rows(self, shape: Any) -> list[Tensor]:
         size = sum(shape.sizes)
-        starts = (self.scalars + i * size for i in range(self.objective.passes_per_update))
+        starts = (self.scalars + i * size for i in range(self.objective.passes_of(shape)))
         return [self.buffer[start : start + size] for start in starts]
 
     def _passes(self, shape: Any) -> Iterable[Pass]:

@@ -96,7 +96,7 @@ class Trainer:
         self._resume()
         self.metrics = self._open_metrics()
         self.last_line: dict[str, Any] = {}
-        self.source = job.source(self.progress.position)
+        self.source = job.source(self.progress.position, self.progress.step)
         self.waited_s = 0.0
         self.clock_started_s = time.monotonic()
         self.clock_s = self.progress.elapsed_s

@@ -75,11 +75,12 @@ class Objective(Protocol):
 
 
 class Capturable(Objective, Protocol):
-    """An objective whose passes have a few shapes that are known beforehand, as a CUDA graph needs it. A shape can be a key,
-    and has `tokens` and `sizes`: the numbers of each kind that make up a pass, one kind after the other."""
+    """An objective whose updates have a few shapes that are known beforehand, as a CUDA graph needs it. A shape can be a key,
+    and has `tokens` of a pass and `sizes`: the numbers of each kind that make up a pass, one kind after the other."""
 
-    @property
-    def passes_per_update(self) -> int: ...
+    def passes_of(self, shape: Any) -> int:
+        """Passes in an update of this shape."""
+        ...
 
     def shapes_from(self, batch: Any) -> Iterable[Any]:
         """Those of this batch and of all after it."""
@@ -98,9 +99,11 @@ class Capturable(Objective, Protocol):
 
 @dataclass(frozen=True)
 class Grid:
-    """The shape of sequences of one length."""
+    """The shape of an update on sequences of one length."""
 
+    passes: int
     rows: int
+    """Of one pass."""
     length: int
 
     @property
@@ -118,11 +121,7 @@ class Sequences:
 
     def __init__(self, *, pass_size: int, share: int) -> None:
         self.pass_size, self._share = pass_size, share
-        """`share`: sequences of a batch on one process; every pass size divides it."""
-
-    @property
-    def passes_per_update(self) -> int:
-        return self._share // self.pass_size
+        """`share`: sequences of the smallest batch on one process; every pass size divides it."""
 
     def passes(self, learner: Learner, batch: SequenceBatch) -> Iterable[Pass]:
         device, model = learner.process.device, learner.model
@@ -132,7 +131,11 @@ class Sequences:
             yield learner.rule.learn(model, x_BT, y_BT)
 
     def shapes_from(self, batch: SequenceBatch) -> list[Grid]:
-        return [Grid(self.pass_size, batch.inputs_BT.shape[1])]
+        """One: while a batch ramps up, the next shape is captured when it comes."""
+        return [Grid(batch.rows // self.pass_size, self.pass_size, batch.inputs_BT.shape[1])]
+
+    def passes_of(self, shape: Grid) -> int:
+        return shape.passes
 
     def rows(self, batch: SequenceBatch) -> list[tuple[NDArray[np.int32], Grid]]:
         (shape,) = self.shapes_from(batch)
@@ -182,8 +185,8 @@ class Job:
     steps: int
     """Updates in the run."""
     model: Transformer
-    source: Callable[[Position | None], Source]
-    """Opens the batches from a position on; None: from the beginning."""
+    source: Callable[[Position | None, int], Source]
+    """Opens the batches from a position on, after so many updates; None: from the beginning."""
     objective: Objective
     data_fingerprint: str
     """Changes when the tokens do; a run resumes only with the data it began with."""

@@ -293,6 +293,9 @@ class Packed:
     def shapes_from(self, batch: ExampleBatch) -> list[Shape]:
         return self.shapes[batch.position - 1 :]
 
+    def passes_of(self, shape: Shape) -> int:
+        return self.passes_per_update
+
     def blank(self, shape: Shape) -> NDArray[np.int32]:
         return pack([], shape)
 
