@@ -112,6 +112,13 @@ def test_the_command_says_when_launches_limit_the_speed_and_how_long_the_run_tak
     assert "launches" not in said[64]
     takes = [text.partition("the run takes ")[2].split()[:2] for text in said.values()]
     assert takes[0] != takes[1]
+    assert main(["plan", "gpt2-124m", "--as", "h200", "--set", "train.max_hours=0.05"]) == 0
+    assert "the run takes 3 m" in " ".join(capsys.readouterr().out.split())
+    captured = ["--set", "plan.micro_batch=1", "--set", "plan.graph=true"]
+    assert main(["plan", "gpt2-124m", "--as", "a100-80g", *captured]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "launches limit" not in text
+    assert text.partition("the run takes ")[2].split()[:2] != takes[0]
 
 
 def test_kernel_attention_takes_what_it_took(h200: Hardware) -> None:

@@ -13,6 +13,7 @@ The environment is honoured and shown: A100_BATCH_SIZE and A100_GRAD_ACCUM set m
 """
 
 import argparse
+import math
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -156,7 +157,8 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
     share = f"{p.memory_bytes / there:.0%} of {format_bytes(there)}"
     console.print(f"peak memory {format_bytes(p.memory_bytes)} ({share}): {parts}")
     if p.attainable_tokens_per_s and p.ceiling_tokens_per_s:
-        run_s = recipe.tokens_per_step * recipe.train.steps / p.attainable_tokens_per_s
+        limit_s = 3600 * recipe.train.max_hours if recipe.train.max_hours is not None else math.inf
+        run_s = min(limit_s, recipe.tokens_per_step * recipe.train.steps / p.attainable_tokens_per_s)
         console.print(
             f"speed: attainable {format_rate(p.attainable_tokens_per_s, 'tokens')} by roofline, "
             f"{format_rate(p.ceiling_tokens_per_s, 'tokens')} if only matrix products took time; "
@@ -165,7 +167,7 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
         if launch_bound(recipe, plan):
             console.print(
                 f"passes of {plan.micro_batch * recipe.data.seq_len:,} tokens are so small that the host's"
-                " kernel launches limit the speed: use a larger plan.micro_batch"
+                " kernel launches limit the speed: use a larger plan.micro_batch, or plan.graph=true"
             )
     else:
         console.print(

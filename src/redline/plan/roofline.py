@@ -47,7 +47,7 @@ def attainable_tokens_per_s(
     if hardware.kind == "cpu":
         return world_size * tokens / (work_s + CPU_PASS_S[0] + CPU_PASS_S[1] * layers)
     fill_s = FILL_S * layers * max(0.0, 1 - tokens / RATED_TOKENS)
-    return world_size * tokens / max(work_s + fill_s, launch_s(recipe, hardware))
+    return world_size * tokens / max(work_s + fill_s, 0.0 if values["graph"] else launch_s(recipe, hardware))
 
 
 def launch_s(recipe: Recipe, hardware: Hardware) -> float:
@@ -58,7 +58,7 @@ def launch_s(recipe: Recipe, hardware: Hardware) -> float:
 def launch_bound(recipe: Recipe, plan: Plan) -> bool:
     """Whether the host, and not the GPU, sets the speed that is predicted for the plan."""
     speed, tokens = plan.prediction.attainable_tokens_per_s, plan.micro_batch * recipe.data.seq_len
-    if plan.hardware.kind == "cpu" or speed is None:
+    if plan.hardware.kind == "cpu" or speed is None or plan.graph:
         return False
     return tokens * plan.world_size / speed <= 1.001 * launch_s(recipe, plan.hardware)
 
