@@ -15,7 +15,8 @@ import torch
 
 from redline.cli.arguments import declare
 from redline.cli.main import COMMANDS, main, module_of, parser
-from redline.config.load import load_recipe, to_toml
+from redline.cli.options import run_of
+from redline.config.load import load_recipe, shipped, to_toml
 from redline.config.recipe import ModelConfig
 from redline.errors import ConfigError, RedlineError
 from redline.machine.facts import read_facts
@@ -297,6 +298,18 @@ def test_recipes_lists_and_prints(capsys):
     assert listed["gpt2-124m"] == 124_475_904
     assert main(["recipes", "gpt2-124m", "--set", "train.lr=0.5"]) == 0
     assert "\nlr = 0.5\n" in capsys.readouterr().out
+
+
+def test_every_shipped_recipe_has_a_run_folder_of_its_own():
+    """The README trains nano and okadfa/nano, rft/demo and rl/demo: the second of each was refused."""
+
+    def folder(name: str, *sets: str) -> Path:
+        return run_of(argparse.Namespace(recipe=name, run=None), load_recipe(name, sets))
+
+    folders = {name: folder(name) for name in shipped()}
+    assert len(set(folders.values())) == len(folders)
+    assert (folders["nano"], folders["rl/demo"]) == (Path("runs/nano"), Path("runs/rl-demo"))
+    assert folder("okadfa/nano", "name=mine") == Path("runs/mine")
 
 
 def test_data_info_says_what_was_built(made, capsys):

@@ -18,9 +18,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from redline.cli.options import print_json, recipe_of, status, tokenise
+from redline.cli.options import name_of, print_json, recipe_of, status, tokenise
 from redline.cli.tune import judge_of
-from redline.config.load import shipped
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError
 from redline.machine.facts import MachineFacts, read_facts, software_key
@@ -53,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     if options.only and not only:
         raise ConfigError(f"--only {options.only!r} names nothing")
     recipe, facts = recipe_of(options), read_facts()
-    name = options.recipe if options.recipe in shipped() else recipe.name
+    name = name_of(options, recipe)
     folder = options.out or Path("runs") / "-".join(["ablate", name.replace("/", "-"), *only])
     parts = chosen(study(options.recipe, recipe.workload), only)
     check_folder(folder, recipe)

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from redline.cli.options import answer, status, verb_of
+from redline.cli.options import answer, run_of, status, verb_of
 from redline.config.load import load_recipe
 from redline.errors import ConfigError
 from redline.launch.experiments import Job
@@ -78,7 +78,7 @@ def job_of(options: argparse.Namespace) -> Job:
         recipe=options.recipe,
         verb=verb_of(workload),
         overrides=tuple(options.set),
-        run=options.run or Path("runs") / recipe.name,
+        run=run_of(options, recipe),
         nodes=options.nodes,
         gpus=min(gpus, 1) if workload == "rft" else gpus,
         cpus=options.cpus,

@@ -11,8 +11,7 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
-from redline.cli.options import print_json, recipe_of, status, tokenise
-from redline.config.load import shipped
+from redline.cli.options import name_of, print_json, recipe_of, status, tokenise
 from redline.errors import ConfigError
 from redline.machine.facts import read_facts
 from redline.plan.hardware import hardware_here
@@ -40,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
     if not all(0 < lr < math.inf for lr in lrs):
         raise ConfigError(f"--lrs must be finite and above 0, got {options.lrs!r}")
     recipe, facts = recipe_of(options), read_facts()
-    name = options.recipe if options.recipe in shipped() else recipe.name
+    name = name_of(options, recipe)
     folder = options.out or Path("runs") / f"{name.replace('/', '-')}-ablation"
     folder.mkdir(parents=True, exist_ok=True)
     hardware = hardware_here(facts, None).title

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.config.load import load_recipe
+from redline.config.load import load_recipe, shipped
 from redline.config.recipe import Recipe
 from redline.data.build import prepare
 from redline.errors import ConfigError, need
@@ -50,6 +50,18 @@ def _check_run(name: str, recipe: Recipe, workloads: Sequence[str]) -> None:
         from redline.tasks.registry import load_task  # here: pre-training has none
 
         load_task(task, folder)
+
+
+def name_of(options: argparse.Namespace, recipe: Recipe) -> str:
+    """A shipped recipe as the user knows it: nano and okadfa/nano both have the name nano."""
+    given: str = options.recipe
+    return given if given in shipped() and recipe.name == given.rpartition("/")[2] else recipe.name
+
+
+def run_of(options: argparse.Namespace, recipe: Recipe) -> Path:
+    """The run folder, which belongs to one recipe."""
+    given: Path | None = options.run
+    return given or Path("runs") / name_of(options, recipe).replace("/", "-")
 
 
 def verb_of(workload: str) -> tuple[str, ...]:

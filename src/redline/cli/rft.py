@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.cli.live import make_view
-from redline.cli.options import answer, on_ray, print_json, recipe_of, status
+from redline.cli.options import answer, on_ray, print_json, recipe_of, run_of, status
 from redline.cli.plan import chosen, outside_of
 from redline.cli.train import end_with_launcher
 from redline.config.recipe import Recipe
@@ -92,7 +92,7 @@ def _stage(options: argparse.Namespace) -> None:
         raise ConfigError("--on ray samples with the model itself: remove sample.server from the recipe")
     place = on_ray(options) if options.verb in ("run", "sample") else None  # None: drawn here
     plan = chosen(options, recipe, 1, say=status)
-    folder = options.run or Path("runs") / recipe.name
+    folder = run_of(options, recipe)
     if getattr(options, "rounds", 1) == 1:
         changes(RunFolder(folder), recipe)
     status(describe(recipe, folder))

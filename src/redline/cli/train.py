@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.cli.live import make_view
-from redline.cli.options import answer, byte_progress, ceilings_of, recipe_of, status
+from redline.cli.options import answer, byte_progress, ceilings_of, recipe_of, run_of, status
 from redline.cli.plan import chosen, make
 from redline.config.recipe import Recipe
 from redline.data.read import find_source
@@ -102,7 +102,7 @@ def nodes_of(options: argparse.Namespace) -> tuple[int, int]:
 def train(options: argparse.Namespace, recipe: Recipe, **how: Any) -> int:
     """Train the recipe here, or on several processes or machines; `how` is the workload's."""
     end_with_launcher()
-    folder = options.run or Path("runs") / recipe.name
+    folder = run_of(options, recipe)
     changes(RunFolder(folder), recipe)
     if recipe.workload == "pretrain":
         find_source(recipe.data.source)
