@@ -58,7 +58,7 @@ class Grid:
     right: Collection[int] = ()
     """Columns of numbers."""
     named_below: bool = False
-    """Whether cells below a row are prefixed with the names of their columns."""
+    """Whether all cells below a row, not only numbers, are prefixed with the names of their columns."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         full = [self.columns, *(row for row in self.rows if len(row) > 1)]
@@ -71,14 +71,17 @@ class Grid:
                 yield Text(str(row[0]), style="bold")
                 continue
             yield self._line(row, widths, beside)
-            rest = [(name, str(cell)) for name, cell in zip(self.columns, row, strict=True)][beside:]
             below = [
-                f"{name} {cell}" if self.named_below and name != "note" else cell
-                for name, cell in rest
-                if cell not in ("", DASH)
+                f"{name} {cell}" if self._named(place) else str(cell)
+                for place, (name, cell) in enumerate(zip(self.columns, row, strict=True))
+                if place >= beside and str(cell) not in ("", DASH)
             ]
             if below:
                 yield Padding(Text("; ".join(below), style="dim"), (0, 0, 0, GAP))
+
+    def _named(self, place: int) -> bool:
+        """Whether a cell below its row has the name of its column: a number says nothing without it."""
+        return self.columns[place] not in ("", "note") and (self.named_below or place in self.right)
 
     def _fitting(self, widths: Sequence[int], room: int) -> int:
         """How many columns fit in the line."""
