@@ -95,7 +95,9 @@ def evaluate_opened(
     sequences: int | None,
 ) -> HeldOut:
     """The loss of an opened model on its run's validation split, or on any text or data folder."""
-    recipe = opened.recipe
+    recipe = opened.recipe if opened.recipe and opened.recipe.workload == "pretrain" else None
+    if recipe is None and source is None:
+        raise ConfigError("only a run of pre-training has a validation split of its own: give --data SOURCE")
     if seq_len is None:
         seq_len = recipe.data.seq_len if recipe else model.config.context_length
     if not 0 < seq_len <= model.config.context_length:
@@ -116,8 +118,7 @@ def evaluate_opened(
 def _held_out(opened: Opened, source: str | None, text_field: str, *, tokens: int) -> TokenDataset:
     """The run's own validation split, the one of a data folder, or the text at `source`."""
     if source is None:
-        if opened.recipe is None:
-            raise ConfigError("a model that was not trained here has no validation split: give --data SOURCE")
+        assert opened.recipe is not None
         data = opened.recipe.data
         if data.stream:
             return TokenStream(data, opened.tokenizer).head("valid", tokens=tokens)

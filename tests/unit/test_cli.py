@@ -610,6 +610,19 @@ def test_a_model_that_is_missing_empty_pickled_or_broken(made, capsys, tmp_path)
     refused(capsys, ["generate", "broken.gguf"], 4, "broken.gguf")
 
 
+def test_a_checkpoint_of_a_finished_model_cannot_be_chosen(made, capsys):
+    """It was ignored: whoever asked for the best of an RL run got the last."""
+    for command in ("generate", "evaluate", "export"):
+        wanted = [
+            command,
+            str(made / "model"),
+            *(["out"] if command == "export" else []),
+            "--checkpoint",
+            "best",
+        ]
+        refused(capsys, wanted, 4, "--checkpoint best is for runs of pre-training", "leave it out")
+
+
 def test_evaluating_on_tokens_of_another_tokenizer(made, capsys):
     refused(capsys, ["evaluate", str(made / "model"), "--data", str(made / "other")], 3, "wrong tokenizer")
     refused(capsys, ["evaluate", str(made / "model"), "--data", "missing.txt"], 3, "no such corpus")

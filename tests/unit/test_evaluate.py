@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from precision import CLOSE
 
+from redline.config.load import load_recipe
 from redline.config.recipe import ModelConfig
 from redline.data.shards import TokenDataset
-from redline.evaluate import HeldOut, held_out_loss
+from redline.errors import ConfigError
+from redline.evaluate import HeldOut, evaluate_opened, held_out_loss
 from redline.model.transformer import Transformer, build_model
 from redline.train.process import Process
 
@@ -126,3 +129,10 @@ def test_words_are_counted_in_the_text_of_the_targets(model):
     )
     rows = dataset.read_windows(np.arange(3), 16)[:, 1:]
     assert found.words == sum(len("".join("a" if i < 30 else " " for i in row).split()) for row in rows)
+
+
+def test_a_checkpoint_of_fine_tuning_has_no_validation_split_of_its_own(model):
+    """It was refused for a sequence length of 0 that nobody had given."""
+    opened = SimpleNamespace(recipe=load_recipe("finetune"))
+    with pytest.raises(ConfigError, match="give --data SOURCE"):
+        evaluate_opened(opened, model, source=None, text_field="text", seq_len=None, sequences=None)

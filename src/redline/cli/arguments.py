@@ -38,7 +38,7 @@ RECIPE                     a shipped recipe (see `redline recipes`) or a .toml f
     "PREFER": "--prefer {speed,memory}   what the planner goes for where it can choose (default speed)",
     "MODEL": """
 MODEL                a run folder, a checkpoint, a Hugging Face folder, a .gguf file or demo
---checkpoint WHICH   of a run: last, best or step-N (default last)
+--checkpoint WHICH   of a run of pre-training: last, best or step-N (default last)
 """,
     "DEVICE": "--device {cuda,cpu}   where to compute (default: cuda where there is one)",
     "RUN": """

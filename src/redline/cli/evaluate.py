@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     if options.data is not None:
         find_source(options.data)
     elif model not in step_folders(model.parent).values():
-        raise ConfigError(f"{model} was not trained here and has no validation split: give --data SOURCE")
+        raise ConfigError(f"{model} has no validation split of its own: give --data SOURCE")
     from redline.evaluate import evaluate_opened
     from redline.train.restore import open_on
 

@@ -242,7 +242,8 @@ def print_outcome(why: str, step: int, folder: Path) -> None:
     print(f"run folder: {name}")
     print(f"  redline report {name}      the outcome and where the time went, as one page")
     print(f"  redline diagnose {name}    what would make it faster")
-    print(f"  redline chat {name}        use the model; or generate, evaluate, export")
+    more = "generate, evaluate, export" if run.workload == "pretrain" else "generate, export"
+    print(f"  redline chat {name}        use the model; or {more}")
 
 
 def _loss(run: Run) -> str:

@@ -22,6 +22,10 @@ def find(path: Path, which: str = "last") -> Path:
     path = locate(path)
     configs = (path / "adapter_config.json", path / "config.json")
     if path.suffix == ".gguf" or any(file.is_file() for file in configs):
+        if which != "last":
+            raise CheckpointError(
+                f"--checkpoint {which} is for runs of pre-training, and {path} is a finished model: leave it out"
+            )
         return path
     return resolve(path, which)
 
