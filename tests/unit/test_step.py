@@ -324,6 +324,24 @@ def test_a_captured_update_reads_what_the_eager_one_is_given(
     assert all(isinstance(group.get("momentum", 0.0), float) for group in executor.groups)
 
 
+def test_a_capture_waits_for_the_copy_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a batch ramps up it comes between updates, and its warm-up writes to the weights."""
+    order: list[str] = []
+
+    def capture(executor: Captured, shape: Any, pool: Any) -> tuple[Replayed, Update]:
+        order.append("captured")
+        graph = Replayed(executor, shape)
+        return graph, graph.outcome
+
+    monkeypatch.setattr(Captured, "_capture", capture)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    learner = learner_of(build_model(CONFIG, device="cpu", seed=3))
+    learner.before_update = lambda: order.append("waited")
+    executor = Captured(learner, Sequences(pass_size=BATCH, share=BATCH), lambda kind, **facts: None)
+    executor.take(Batch(*batch("uneven"), {}), targets=64.0, lr_factor=1.0)
+    assert order == ["waited", "captured"]
+
+
 def test_a_blank_pass_counts_for_nothing() -> None:
     objective = Sequences(pass_size=2, share=BATCH)
     (shape,) = objective.shapes_from(Batch(*batch("none"), {}))

@@ -81,6 +81,7 @@ def failed(found: dict[str, Check]) -> set[str]:
         ("plan.precision=fp16",),
         ("plan.recompute=selective", "plan.loss_chunks=3", "plan.micro_batch=1"),
         ("train.optimizer=muon", "model.logit_cap=30", "model.value_embeddings=true"),
+        ("train.batch_size=16", "train.batch_ramp_steps=3", "plan.micro_batch=2"),
         ("model.attention=favor", "model.features=16", "plan.recompute=full"),
         pytest.param(("plan.compile=default",), marks=pytest.mark.slow),
         pytest.param(("plan.compile=default", "plan.recompute=full"), marks=pytest.mark.slow),
@@ -217,7 +218,9 @@ def test_a_layer_in_another_precision_is_found() -> None:
 
 def test_another_optimiser_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     made = loop.make_optimizers
-    monkeypatch.setattr(loop, "make_optimizers", lambda model, train, kernels: made(model, train, "loop"))
+    monkeypatch.setattr(
+        loop, "make_optimizers", lambda model, train, _, **how: made(model, train, "loop", **how)
+    )
     assert failed(checks(plan_for())) == {"optimiser kernels"}
 
 

@@ -342,7 +342,7 @@ class Recipe:
     def with_rows(self, rows: int) -> Self:
         """The recipe with updates of another size, for a measurement."""
         if self.rl is None:
-            return replace(self, train=replace(self.train, batch_size=rows))
+            return replace(self, train=replace(self.train, batch_size=rows, batch_ramp_steps=0))
         rl = replace(self.rl, group_size=rows, updates_per_rollout=1)
         return replace(self, rl=rl, train=replace(self.train, batch_size=1))
 

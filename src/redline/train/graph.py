@@ -36,6 +36,7 @@ class Captured:
         self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Update]] = {}
 
     def take(self, batch: Any, *, targets: float, lr_factor: float) -> Update:
+        self.before_update()  # and before a capture: its warm-up writes to Muon's weights, if only the same bits
         rows = self.objective.rows(batch)
         if rows[0][1] not in self.graphs:
             self._capture_all(self.objective.shapes_from(batch))
@@ -44,7 +45,6 @@ class Captured:
         words = np.concatenate([scalars.view(np.int32), *(row for row, _ in rows)])
         # New page-locked memory each time: torch reuses it only when the copy is done.
         self.buffer[: len(words)].copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
-        self.before_update()
         graph, outcome = self.graphs[rows[0][1]]
         graph.replay()
         return outcome

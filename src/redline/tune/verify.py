@@ -67,7 +67,7 @@ def verify(recipe: Recipe, plan: Plan, *, progress: Say) -> list[Check]:
     if recipe.workload == "rl":
         return _verify_rl(recipe, plan, progress)
     passes = min(MOST_PASSES, plan.accumulation)
-    few = replace(recipe, train=replace(recipe.train, batch_size=passes * plan.micro_batch))
+    few = recipe.with_rows(passes * plan.micro_batch)
     progress(f"building the model; {WARM_UP + WATCHED} updates of {passes} x {plan.micro_batch}")
     subject = TrainingSubject(train_trial(few, replace(plan, accumulation=passes)).setting)
     try:
