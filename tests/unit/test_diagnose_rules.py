@@ -191,6 +191,9 @@ def test_advice_against_nan_begins_with_what_the_run_can_change(
     (found,) = diagnose(Observed(source="", format="csv", steps=steps, facts=Facts(precision=precision)))
     assert found.fix.startswith(first)
     assert ("fp16" in found.fix) == fp16
+    old = Facts(precision=precision, gpu="t4-16g")
+    (found,) = diagnose(Observed(source="", format="csv", steps=steps, facts=old))
+    assert "bf16" not in found.fix, "this GPU has none"
 
 
 def test_what_a_failed_run_advises_itself_is_the_advice() -> None:

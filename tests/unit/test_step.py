@@ -2,7 +2,9 @@
 instruments' lines."""
 
 import copy
+import math
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +17,13 @@ from redline.config.load import load_recipe
 from redline.config.recipe import IGNORED, ModelConfig, TrainConfig
 from redline.data.loader import Batch
 from redline.model.transformer import Transformer, build_model
+from redline.plan.hardware import hardware_as
 from redline.plan.plan import Hardware
 from redline.plan.planner import make_plan
 from redline.record.metrics import METRICS
 from redline.train.graph import Captured
 from redline.train.instruments import Instruments, Work, training_rates
+from redline.train.loop import Trainer
 from redline.train.objective import Eager, Sequences
 from redline.train.optimizer import make_optimizers, state_tensors, warm_momentum
 from redline.train.process import Process
@@ -158,6 +162,14 @@ def test_the_loss_scale_does_not_change_the_update():
         )
     for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
         assert_close(a, b)
+
+
+@pytest.mark.parametrize(("board", "better"), [("v100-32g", "fp32"), ("h100-80g", "bf16")])
+def test_a_loss_lost_in_fp16_is_told_what_this_gpu_has(board, better):
+    """A V100 was told to take bf16, which its next plan refuses."""
+    plan = make_plan(load_recipe("gpt2-124m", ["plan.precision=fp16"]), hardware_as(board, 8))
+    trainer = SimpleNamespace(train=train(), plan=plan, checkpoints=None)
+    assert f" or plan.precision={better}, or look" in Trainer._diverged(trainer, "loss", math.nan, 3)
 
 
 def test_a_real_fp16_overflow_skips_the_update_and_halves_the_scale():

@@ -21,6 +21,7 @@ import torch
 
 from redline.errors import CheckpointError, TrainingError
 from redline.model.transformer import redraw_when_due
+from redline.plan.values import NEEDED_CAPABILITY
 from redline.record import startup
 from redline.record.observe import Observers
 from redline.record.read import attempts, lost_updates
@@ -252,7 +253,8 @@ class Trainer:
         """What to say when a number is lost. Computing the same again would lose it again."""
         advice = [f"a lower train.lr (now {self.train.lr:g})"]
         advice += ["train.clip_norm (now off)"] if not self.train.clip_norm else []
-        advice += ["plan.precision=bf16"] if self.plan.precision == "fp16" else []
+        older = () < self.plan.hardware.compute_capability < NEEDED_CAPABILITY["bf16"]
+        advice += [f"plan.precision={'fp32' if older else 'bf16'}"] if self.plan.precision == "fp16" else []
         saved = None
         if self.checkpoints is not None:
             self.checkpoints.wait()  # the last one may be on its way to the disk

@@ -93,7 +93,8 @@ def not_a_number(observed: Observed) -> list[Finding]:
     elif lost and lost[-1] != steps[-1].step:
         since = f" in {len(lost)} of the updates, the first {lost[0]}"
     advice = re.search(r"at step \d+: (.+)", told[-1], re.DOTALL) if told else None
-    by_precision = {"fp16": "fp16", None: "unknown"}.get(observed.facts.precision, "")
+    no_bf16 = observed.spec is not None and observed.spec.bf16_tflops is None
+    by_precision = "" if no_bf16 else {"fp16": "fp16", None: "unknown"}.get(observed.facts.precision, "")
     variant = "told" if advice else "always" if always else by_precision
     count, lines, ending = len(lost) or None, len(steps), told[-1].partition(":")[0][:160] if told else None
     kind, strength = ("cause", 0.7) if passed else (None, 1.0)
