@@ -4,6 +4,7 @@ stands in a benchmark file."""
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from statistics import median
 
@@ -32,6 +33,12 @@ def test_the_readme_has_commands_and_its_make_targets_exist() -> None:
     assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
 
 
+def test_the_readme_names_every_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (named,) = re.findall(r"with the extras you need: (.+?)\.\n", README, flags=re.S)
+    assert set(re.findall(r"`(\w+)`", named)) == set(extras)
+
+
 def test_the_metrics_page_is_made_from_the_table() -> None:
     rows = ["| metrics.jsonl | exported as | unit | meaning |", "|---|---|---|---|"]
     for name, (unit, meaning) in METRICS.items():
@@ -42,8 +49,15 @@ def test_the_metrics_page_is_made_from_the_table() -> None:
 
 def test_every_link_leads_somewhere() -> None:
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        for target, _, anchor in re.findall(r"\]\((?!http)([^)#]*)(#([^)]+))?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(page.parent / target), f"{page.name} links to #{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_file_that_the_architecture_names_is_there() -> None:

@@ -138,6 +138,7 @@ def page(facts: MachineFacts, work: FinetuningWork, rows: Sequence[BenchRow]) ->
         sum(round(share[end] * work.padded_to) for share in (PROMPT_SHARE, ANSWER_SHARE)) for end in (0, 1)
     )
     best = next((row["rows_per_s"] for row in rows if row["row"] == "hf-best" and "rows_per_s" in row), None)
+    found = _findings(rows)
     return [
         *head("finetune", "LoRA fine-tuning", facts, quick=work is WORKS["quick"]),
         f"{shape(work.model)}; LoRA of rank {work.lora.rank} on all linear layers, batch {work.batch_size}, loss on"
@@ -148,10 +149,12 @@ def page(facts: MachineFacts, work: FinetuningWork, rows: Sequence[BenchRow]) ->
         " included, the model's loading not.",
         "",
         *table(COLUMNS, [_cells(row, best) for row in rows]),
-        "",
-        "Largest difference of the losses over the updates that two arms both made:",
-        "",
-        *_findings(rows),
+        *(
+            ["", "Largest difference of the losses over the updates that two arms both made:", ""]
+            if found
+            else []
+        ),
+        *found,
     ]
 
 
