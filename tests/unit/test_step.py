@@ -4,6 +4,7 @@ instruments' lines."""
 import copy
 import math
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from redline.config.load import load_recipe
 from redline.config.recipe import IGNORED, ModelConfig, TrainConfig
 from redline.data.loader import Batch
+from redline.errors import CheckpointError
 from redline.model.transformer import Transformer, build_model
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import Hardware
@@ -361,3 +363,16 @@ def test_a_blank_pass_counts_for_nothing() -> None:
     blank = torch.from_numpy(objective.blank(shape))
     assert objective.row_pass(learner, blank, shape).run(1.0, lambda phase: None)["loss"] == 0.0
     assert all(not p.grad.any() for p in learner.model.parameters() if p.grad is not None)
+
+
+def test_a_checkpoint_of_another_version_says_how_to_go_on(monkeypatch):
+    """A recipe that gained a field is another one to a checkpoint made before."""
+    monkeypatch.setattr("redline.train.loop.load", lambda *_: {"identity": "before"})
+    trainer = SimpleNamespace(
+        checkpoints=SimpleNamespace(latest=lambda: 5, folder=Path("runs/nano/checkpoints")),
+        tensors={},
+        job=SimpleNamespace(recipe=load_recipe("nano")),
+        opened=SimpleNamespace(run=Path("runs/nano")),
+    )
+    with pytest.raises(CheckpointError, match=r"step-00000005 is of .* --fork runs/nano --run NEW"):
+        Trainer._resume(trainer)

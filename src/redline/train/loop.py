@@ -384,10 +384,10 @@ class Trainer:
             elif self.job.initial_weights is not None:
                 self.job.initial_weights(self.learner.model)
             return
-        folder = self.checkpoints.folder / step_name(step)
-        state = load(folder, self.tensors)
+        state = load(folder := self.checkpoints.folder / step_name(step), self.tensors)
         if state["identity"] != self.job.recipe.identity:
-            raise CheckpointError(f"{folder} was made by another recipe than this run's")
+            way = f"start from its weights with --fork {self.opened.run} --run NEW"
+            raise CheckpointError(f"{folder} is of another recipe or another version of Redline: {way}")
         if state["data_fingerprint"] != self.job.data_fingerprint:
             raise CheckpointError(
                 f"{folder} was trained on other data than there is now: restore it, or give another --run"
