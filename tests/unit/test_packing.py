@@ -11,7 +11,8 @@ from precision import assert_close
 
 from redline.config.recipe import IGNORED, ModelConfig
 from redline.errors import DataError
-from redline.model.attention import packed, short
+from redline.model.attention import packed, short, softmax
+from redline.model.attention.variants import VARIANTS
 from redline.model.lora import LoraConfig, adapters, add_lora
 from redline.model.transformer import Transformer, build_model
 from redline.train.packed import (
@@ -239,7 +240,24 @@ def test_gpus_before_ampere_take_the_grid_whatever_the_length(
 
     def way(capability: tuple[int, int]) -> Any:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        return packed.attention(LLAMA, row, rope, half).func  # type: ignore[arg-type, attr-defined]
+        return VARIANTS["softmax"]().over(LLAMA, packing, rope, half)  # type: ignore[arg-type]
 
-    assert way((7, 0)) is way((7, 5)) is packed.on_grid
-    assert way((8, 0)) is (packed.with_short_kernel if fits else packed.with_varlen_kernel)
+    packing: packed.Packing | None = row
+    for old in ((7, 0), (7, 5)):
+        assert (way(old).func, way(old).keywords["mix"]) == (packed.on_grid, packed._copied_heads)
+    assert way((8, 0)).func is (packed.with_short_kernel if fits else packed.with_varlen_kernel)
+    packing = None  # a batch
+    assert way((7, 0)).keywords["copied"]
+    assert "copied" not in way((8, 0)).keywords
+
+
+@pytest.mark.numerics
+@pytest.mark.usefixtures("double")
+def test_copied_keys_and_values_are_those_of_the_right_heads() -> None:
+    q, k, v = (
+        torch.randn(2, 7, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (6, 2, 2)
+    )
+    found = softmax.causal(q, k, v, copied=True)
+    assert_close(found, softmax.causal(q, k, v))
+    head = softmax.causal(q[:, :, 4:5], k[:, :, 1:], v[:, :, 1:])  # the fifth of six has the second pair
+    assert_close(found[..., 4 * 8 : 5 * 8], head)

@@ -18,15 +18,10 @@ from torch import Tensor
 
 from redline.config.recipe import ModelConfig
 from redline.model.attention import short
-from redline.model.attention.softmax import Rope, causal, rotate
+from redline.model.attention.softmax import Rope, causal, older, rotate
 
 if TYPE_CHECKING:
     from redline.model.transformer import Attention
-
-
-KERNELS_NEED = (8, 0)
-"""The compute capability that torch's kernel refuses to run below; ours needs more shared memory there than a V100 or
-a T4 has."""
 
 
 class Copies(NamedTuple):
@@ -66,7 +61,9 @@ def attention(
     config: ModelConfig, packing: Packing, rope: Rope | None, x: Tensor
 ) -> Callable[["Attention", Tensor], Tensor]:
     """The seam's function for this row, for activations like x."""
-    if not x.is_cuda or x.dtype == torch.float32 or torch.cuda.get_device_capability(x.device) < KERNELS_NEED:
+    if older(x):  # torch's kernel refuses them, and ours needs more shared memory there than they have
+        return functools.partial(on_grid, rope=rope, grid=grid_of(packing), mix=_copied_heads)
+    if not x.is_cuda or x.dtype == torch.float32:
         return functools.partial(on_grid, rope=rope, grid=grid_of(packing))
     fits = short.fits(x.device, longest=packing.longest, head_size=config.head_size)
     if rope is not None and not config.qk_norm and fits:
@@ -124,6 +121,10 @@ def varlen_kernel() -> Callable[..., Any]:
 
 def _softmax(attn: "Attention", q_SLHC: Tensor, k_SLKC: Tensor, v_SLKC: Tensor) -> Tensor:
     return causal(q_SLHC, k_SLKC, v_SLKC)
+
+
+def _copied_heads(attn: "Attention", q_SLHC: Tensor, k_SLKC: Tensor, v_SLKC: Tensor) -> Tensor:
+    return causal(q_SLHC, k_SLKC, v_SLKC, copied=True)
 
 
 def on_grid(

@@ -38,16 +38,26 @@ def rotate(x_THC: Tensor, rope: Rope) -> Tensor:
     return (x_THC * cos + torch.cat([-b, a], dim=-1) * sin).to(x_THC.dtype)
 
 
-def attend(attn: "Attention", qkv_BTHC: Tensor, *, rope: Rope | None) -> Tensor:
+def older(x: Tensor) -> bool:
+    """Whether x lies on a GPU before Ampere, which has no flash attention. Of torch's other kernels only the one that
+    writes out all scores lets several query heads share keys and values."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
+
+
+def attend(attn: "Attention", qkv_BTHC: Tensor, *, rope: Rope | None, copied: bool = False) -> Tensor:
     """The seam's function for a batch: (B, T, H + 2K, C) to (B, T, H * C)."""
     q, k, v = attn.split(qkv_BTHC)
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
-    return causal(q, k, v)
+    return causal(q, k, v, copied=copied)
 
 
-def causal(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
-    """Each row attends to itself and to what came before; (B, T, H * C)."""
+def causal(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, *, copied: bool = False) -> Tensor:
+    """Each row attends to itself and to what came before; (B, T, H * C). `copied`: every query head gets its own copy of
+    keys and values."""
+    group = q_BTHC.shape[2] // k_BTKC.shape[2]
+    if copied and group > 1:
+        k_BTKC, v_BTKC = (x.repeat_interleave(group, dim=2) for x in (k_BTKC, v_BTKC))
     q, k, v = q_BTHC.transpose(1, 2), k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2)
     y_BHTC = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return y_BHTC.transpose(1, 2).flatten(2)

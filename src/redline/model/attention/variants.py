@@ -40,6 +40,8 @@ class Variant:
 def _softmax(config: ModelConfig, packing: Packing | None, rope: Rope | None, x: Tensor) -> Attend:
     if packing is not None:
         return packed.attention(config, packing, rope, x)
+    if softmax.older(x):
+        return functools.partial(softmax.attend, rope=rope, copied=True)
     return functools.partial(softmax.attend, rope=rope)
 
 
