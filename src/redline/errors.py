@@ -70,8 +70,11 @@ class TrainingError(RedlineError):
 
 
 def nearest(word: str, known: Iterable[object]) -> str:
-    """A hint for a message: the known name that comes closest to a word that is not one, or nothing."""
-    close = difflib.get_close_matches(word, [str(name) for name in known], n=1, cutoff=0.4)
+    """A hint for a message: the known name that comes closest to a word that is not one, or begins with it, or nothing."""
+    names = [str(name) for name in known]
+    close = difflib.get_close_matches(word, names, n=1) or [
+        name for name in names if word and name.startswith(word)
+    ]
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

@@ -18,7 +18,7 @@ from redline.cli.main import COMMANDS, main, module_of, parser
 from redline.cli.options import run_of
 from redline.config.load import load_recipe, shipped, to_toml
 from redline.config.recipe import ModelConfig
-from redline.errors import ConfigError, RedlineError
+from redline.errors import ConfigError, RedlineError, nearest
 from redline.machine.facts import read_facts
 from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
@@ -443,6 +443,17 @@ def test_what_argparse_refuses_is_one_line_too(capsys):
     refused(
         capsys, ["rft", "stats", "run", "--all"], 2, "no such argument: --all; `redline rft stats --help`"
     )
+
+
+def test_a_hint_is_near_or_there_is_none():
+    """`nosuch` was taken for `bench`."""
+    hints = {word: nearest(word, COMMANDS) for word in ("trian", "gen", "opt", "nosuch")}
+    assert hints == {
+        "trian": " (did you mean 'train'?)",
+        "gen": " (did you mean 'generate'?)",
+        "opt": " (did you mean 'optimizations'?)",
+        "nosuch": "",
+    }
 
 
 def test_an_empty_value_is_refused_but_for_a_text(capsys):
