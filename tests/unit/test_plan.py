@@ -279,7 +279,8 @@ def test_passes_divide_the_smallest_batch_of_a_ramp():
 def test_a_captured_update_is_for_one_gpu_and_keeps_torchs_allocator():
     plan = make_plan(pinned(GPT2, graph=True), gpu())
     assert (plan.graph, plan.allocator) == (True, "")
-    assert make_plan(GPT2, gpu()).graph is False
+    assert "plan.graph=true" in make_plan(GPT2, gpu()).why["graph"].reason
+    assert "plan.graph=true" not in make_plan(GPT2, CPU).why["graph"].reason
     for hardware, world_size in ((gpu(), 2), (CPU, 1)):
         with pytest.raises(ConfigError, match="captured updates need one process with a GPU"):
             make_plan(pinned(GPT2, graph=True), hardware, world_size=world_size)

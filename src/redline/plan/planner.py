@@ -210,16 +210,16 @@ class _Decider:
         return _rule("default", "fused kernels; the run is long enough to earn back 10 to 60 s of compiling")
 
     def graph(self) -> Decision:
-        if self.pretraining:
-            return _rule(
-                False, "most batches leave no gaps between kernels; for small ones try plan.graph=true"
-            )
         if self.recipe.rl is not None:
             return _rule(False, "every rollout has rows of other lengths; a graph would be captured for each")
         if self.hardware.kind == "cpu" or self.world_size > 1:
             return _rule(False, ONE_GPU)
         if (why := why_not("graph", True, self.recipe, self.hardware, self.chosen)) is not None:
             return _rule(False, why)
+        if self.pretraining:
+            return _rule(
+                False, "most batches leave no gaps between kernels; for small ones try plan.graph=true"
+            )
         return _rule(True, "a small update is bound by kernel launches: one instead of thousands")
 
     def shards(self) -> Decision:
