@@ -126,7 +126,7 @@ def test_a_long_file_is_parsed_once_and_then_only_to_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tokenizer_module, "REMEMBERED_BYTES", len(BPE.text))
+    monkeypatch.setattr(tokenizer_module, "LONG", len(BPE.text))
     file = tmp_path / "tokenizer.json"
     BPE.save(file)
 
@@ -146,7 +146,7 @@ def test_a_long_file_is_parsed_once_and_then_only_to_be_used(
         memory.write_text(broken)
         assert opened()[1]
     other = train_bpe(iter(small_corpus()), 500)
-    monkeypatch.setattr(tokenizer_module, "REMEMBERED_BYTES", 0)
+    monkeypatch.setattr(tokenizer_module, "LONG", 0)
     other.save(file)
     assert opened()[0].vocab_size == other.vocab_size
     assert not opened()[1]

@@ -363,6 +363,7 @@ def test_every_change_of_the_training_makes_another_recipe_that_keeps_the_rules(
             assert changed.fingerprint != recipe.fingerprint, name
     odd = replace(recipe, train=replace(recipe.train, batch_size=126))
     assert (
-        find("batch-ramp").why_not(odd, H200) == "the batch of 126 has no quarter of whole passes (of 1 each)"
+        find("batch-ramp").why_not(odd, H200)
+        == "a quarter of 126 sequences is not a whole number of passes of 1"
     )
     assert "train.optimizer is adamw" in (find("polar-express").why_not(load_recipe("nano"), H200) or "")

@@ -270,6 +270,12 @@ def test_passes_divide_the_smallest_batch_of_a_ramp():
     plan = make_plan(ramped, gpu())
     assert (plan.micro_batch, plan.accumulation) == (16, 4)
     assert make_plan(ramped, gpu(), world_size=16).micro_batch == 1
+    forced = make_plan(ramped, gpu(), outside=in_environment(A100_BATCH_SIZE="8", A100_GRAD_ACCUM="8"))
+    assert (forced.micro_batch, forced.accumulation) == (8, 8)
+    with pytest.raises(ConfigError, match=r"must be 64 .*, and the micro-batch must divide 16"):
+        make_plan(ramped, gpu(), outside=in_environment(A100_GRAD_ACCUM="2"))
+    with pytest.raises(ConfigError, match=r"must divide the 16 .* / 4 \(train.batch_ramp_steps\)"):
+        make_plan(pinned(ramped, micro_batch=5), gpu())
     with pytest.raises(
         ConfigError, match=r"train.batch_size / 4 \(train.batch_ramp_steps\) \(16\) must be a multiple of 32"
     ):

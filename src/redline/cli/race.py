@@ -102,7 +102,7 @@ def _print(result: Result, folder: Path) -> None:
         for why in lane.failed:
             print(f"  a run failed: {why}")
     early = any(cell.startswith(AT_MOST) for row in table for cell in row)
-    unknown = " ≤: there by the first validation, so when is not known." if early else ""
+    unknown = " ≤: already there at the first validation, so the time is not known." if early else ""
     print(
         "Median of the seeds [lowest, highest]; seconds from the command on, validations included; net: without start-up;"
         f" speed-up against the first recipe, 90 % interval.{unknown}{'' if measured else ' No joules: no GPU counts them here.'}"

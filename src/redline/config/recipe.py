@@ -200,7 +200,14 @@ class TrainConfig:
 
     @property
     def smallest_batch(self) -> int:
+        """The first one, if the batch ramps up; every pass size divides it."""
         return self.batch_at(1)
+
+    @property
+    def smallest_named(self) -> str:
+        """The same for messages: `train.batch_size (64)`."""
+        part = f" / {RAMP[0]} (train.batch_ramp_steps)" if self.batch_ramp_steps else ""
+        return f"train.batch_size{part} ({self.smallest_batch})"
 
     def batch_at(self, step: int) -> int:
         """Sequences in update `step` (1 is the first)."""
@@ -338,6 +345,11 @@ class Recipe:
     def rows_per_update(self) -> int:
         """The same for one update: a rollout may be split into several."""
         return self.rows_per_step // (self.rl.updates_per_rollout if self.rl else 1)
+
+    @property
+    def smallest_update(self) -> int:
+        """The same for the smallest update: it has fewer while the batch ramps up."""
+        return self.rows_per_update * self.train.smallest_batch // self.train.batch_size
 
     def with_rows(self, rows: int) -> Self:
         """The recipe with updates of another size, for a measurement."""

@@ -120,7 +120,7 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
     yield untied, "train.head_lr needs a head that is not tied: give model.tie_embeddings=false"
     ramped = f"train.batch_ramp_steps needs workload pretrain and a train.batch_size that is a multiple of {RAMP[0]}"
     divided = workload == "pretrain" and t.batch_size % RAMP[0] == 0
-    yield not t.batch_ramp_steps or divided, f"{ramped}, got {workload} and {t.batch_size}"
+    yield not t.batch_ramp_steps or divided, f"{ramped}, got {workload} and {t.batch_size}: leave it out"
     held_out = t.eval_every == 0 or d.valid_fraction > 0
     yield held_out, "train.eval_every needs a validation split: give data.valid_fraction greater than 0"
     tokens = t.batch_size * d.seq_len
@@ -158,7 +158,7 @@ def _shape(recipe: Recipe) -> Iterator[Rule]:
 
 
 def _plan(recipe: Recipe) -> Iterator[Rule]:
-    m, d, size, p = recipe.model, recipe.data, recipe.rows_per_step, recipe.plan
+    m, d, p = recipe.model, recipe.data, recipe.plan
     kernel = p.attention in (None, "auto") or m.attention == "softmax"
     yield kernel, f"plan.attention {p.attention} needs model.attention softmax, got {m.attention}"
     yield not p.graph or recipe.rl is None, "plan.graph is for pre-training and fine-tuning: leave it out"
@@ -166,10 +166,9 @@ def _plan(recipe: Recipe) -> Iterator[Rule]:
     yield not (p.graph and recipe.train.orthogonality and recipe.train.orthogonality_warmup_steps), steady
     generates = recipe.workload in ("rft", "rl")
     yield p.slots is None or generates, "plan.slots is for workloads that generate text: leave it out"
-    size = size if not recipe.train.batch_ramp_steps else recipe.train.smallest_batch
+    size = recipe.rows_per_step if recipe.rl else recipe.train.smallest_batch
     whole = p.micro_batch is None or size % p.micro_batch == 0
-    part = f" / {RAMP[0]} (train.batch_ramp_steps)" if recipe.train.batch_ramp_steps else ""
-    rows = f"train.batch_size{' x rl.group_size' if recipe.rl else ''}{part} ({size})"
+    rows = f"train.batch_size x rl.group_size ({size})" if recipe.rl else recipe.train.smallest_named
     yield whole, f"{rows} must be a multiple of plan.micro_batch ({p.micro_batch})"
     if recipe.train.rule == "dfa":
         yield not p.graph, "plan.graph cannot capture train.rule dfa: leave it out"

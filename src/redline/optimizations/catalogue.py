@@ -142,7 +142,7 @@ def _batch_to_cut(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str |
 def _batch_to_quarter(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
     batch, micro = recipe.train.batch_size, recipe.plan.micro_batch or 1
     whole = batch % (RAMP[0] * micro) == 0
-    return None if whole else f"the batch of {batch} has no quarter of whole passes (of {micro} each)"
+    return None if whole else f"a quarter of {batch} sequences is not a whole number of passes of {micro}"
 
 
 def _back_propagation(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:

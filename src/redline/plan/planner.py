@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from redline.config.recipe import RAMP, Recipe
+from redline.config.recipe import Recipe
 from redline.errors import ConfigError, MachineError
 from redline.plan import arithmetic
 from redline.plan.bounds import Decision, Outside, bounded_slots, positive
@@ -45,14 +45,12 @@ def make_plan(
     if world_size < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {world_size}")
     if recipe.train.smallest_batch % world_size:
-        part = f" / {RAMP[0]} (train.batch_ramp_steps)" if recipe.train.batch_ramp_steps else ""
-        batch = f"train.batch_size{part} ({recipe.train.smallest_batch})"
-        raise ConfigError(f"{batch} must be a multiple of {world_size} processes")
+        raise ConfigError(f"{recipe.train.smallest_named} must be a multiple of {world_size} processes")
     decide = _Decider(recipe, hardware, world_size, nodes, outside)
     decide.supported(decide.pinned("precision", decide.precision))
     decide.pinned("attention", decide.attention)
     decide.pinned("compile", decide.compile)
-    decide.possible("graph", decide.pinned("graph", decide.graph))
+    decide.capturable(decide.pinned("graph", decide.graph))
     decide.possible("cross_entropy", decide.pinned("cross_entropy", decide.cross_entropy))
     decide.pinned("update", decide.update)
     decide.record("slots", decide.slots())  # before the batch: in RL they share the memory
@@ -133,8 +131,12 @@ class _Decider:
         if self._pin(name) and value and self.hardware.kind == "cuda" and not self._takes(name, value):
             why = why_not(name, value, self.recipe, self.hardware, self.chosen)
             raise ConfigError(f"plan.{name} {value} is not possible: {why}; leave it out")
-        if name == "graph" and value and (self.world_size > 1 or self.hardware.kind == "cpu"):
-            raise ConfigError(f"plan.graph {value} is not possible: {ONE_GPU}; leave it out")
+
+    def capturable(self, graph: bool) -> None:
+        """Refuse a pinned graph; unlike other values, it has no meaning on a CPU."""
+        self.possible("graph", graph)
+        if graph and (self.world_size > 1 or self.hardware.kind == "cpu"):
+            raise ConfigError(f"plan.graph {graph} is not possible: {ONE_GPU}; leave it out")
 
     def supported(self, precision: str) -> None:
         """Refuse a pinned precision that the GPU lacks."""
@@ -233,7 +235,7 @@ class _Decider:
         """Micro-batch, accumulation, recomputation and loss chunks together, because they share one memory."""
         rows = self.recipe.rows_per_update
         share = rows // self.world_size
-        micro = self._fit(share // (RAMP[0] if self.recipe.train.batch_ramp_steps else 1))
+        micro = self._fit(self.recipe.smallest_update // self.world_size)
         reason = f"{rows} sequences an update / ({micro} a pass x {self.world_size} process(es))"
         source = self.why["micro_batch"].source
         why = Why(reason=reason, source="environment" if source == "environment" else "rule")
@@ -278,7 +280,7 @@ class _Decider:
             if pin and share % pin[0]:
                 raise ConfigError(
                     f"plan.micro_batch ({pin[0]}) must divide the {share} sequences that each process takes"
-                    " of train.batch_size"
+                    f" of {self.recipe.train.smallest_named}"
                 )
             profile = self.outside.profile
             return None if pin and profile and pin[0] > profile.micro_batch else pin
@@ -288,14 +290,18 @@ class _Decider:
             within = max(divisor for divisor in range(1, min(most, share) + 1) if share % divisor == 0)
             reason = f"{set_} in the environment, an upper bound: the largest divisor of {share} examples within it"
             return within, Why(reason=reason, source="environment")
+        whole = self.recipe.rows_per_update // self.world_size
         if size is None:
             assert times is not None
-            size = share // times if share % times == 0 else 0
-        if size == 0 or share % size or (times is not None and size * times != share):
+            size = whole // times if whole % times == 0 else 0
+        if size == 0 or share % size or (times is not None and size * times != whole):
+            ramp = (
+                f", and the micro-batch must divide {share} (train.batch_ramp_steps)" if share < whole else ""
+            )
             raise ConfigError(
                 f"{set_} in the environment must keep the recipe's batch: micro-batch x accumulation must be"
-                f" {share} (train.batch_size {self.recipe.train.batch_size} over {self.world_size}"
-                " process(es)); unset or correct them"
+                f" {whole} (train.batch_size {self.recipe.train.batch_size} over {self.world_size}"
+                f" process(es)){ramp}; unset or correct them"
             )
         return size, Why(reason=f"{set_} in the environment", source="environment")
 

@@ -111,7 +111,10 @@ class Muon(_Uncompiled):
         for p, update in zip(stack, orthogonalize(torch.stack(updates), group["iteration"]), strict=True):
             p.mul_(kept)
             change = part_of(update, p).to(p.dtype)
-            p.addcmul_(change, lr, value=-1) if isinstance(lr, Tensor) else p.add_(change, alpha=-lr)
+            if isinstance(lr, Tensor):
+                p.addcmul_(change, lr, value=-1)
+            else:
+                p.add_(change, alpha=-lr)
 
 
 def orthogonalize(x: Tensor, iteration: MuonIteration = "quintic") -> Tensor:

@@ -43,9 +43,7 @@ class UpdateArms:
         recipe = changed(self.recipe, state)
         pins = {**asdict(recipe.plan), **{name: value for name, value in state.items() if name in PINS}}
         if pins["micro_batch"] is not None:
-            ramped = recipe.train.batch_ramp_steps > 0
-            fewest = recipe.train.smallest_batch if ramped else recipe.rows_per_update
-            pins["micro_batch"] = max(d for d in divisors(fewest) if d <= pins["micro_batch"])
+            pins["micro_batch"] = max(d for d in divisors(recipe.smallest_update) if d <= pins["micro_batch"])
         if pins["precision"] == "fp32" and state.get("tf32"):
             pins["precision"] = "tf32"
         for name in ("cross_entropy", "attention", "graph"):  # what is not possible is left to the planner

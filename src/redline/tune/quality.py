@@ -34,6 +34,8 @@ LOSS_MARGIN, ACCURACY_MARGIN = 0.01, 0.05
 """1 % of the perplexity; about what a test of 300 questions cannot tell from chance."""
 VALIDATIONS = 20
 """In a run that is timed, if its recipe asks for none: a time to a loss lies between two of them."""
+WARM_UPS = ("warmup_steps", "muon_warmup_steps", "orthogonality_warmup_steps", "batch_ramp_steps")
+"""Updates at the start of a run that a shorter one has fewer of."""
 Figure = Literal["loss", "accuracy", "seconds to the loss"]
 Trained = tuple[Recipe, Plan]
 
@@ -143,7 +145,7 @@ class Judge:
         return replace(_judged(figure, pairs, 0.0), note=f"to a loss of {loss:.4f}")
 
     def _cut(self, recipe: Recipe, tokens_per_s: float) -> Recipe:
-        """A shorter run with a schedule of the same form, its warm-up included. It ends by its updates, whatever the
+        """A shorter run with a schedule of the same form, warm-ups included. It ends by its updates, whatever the
         recipe does: a clock would give a slower plan fewer of them."""
         if recipe.workload != "pretrain":
             return recipe
@@ -151,14 +153,14 @@ class Judge:
         by_clock = math.inf if train.max_hours is None else train.max_hours * 3600 * updates_per_s
         whole = max(1, int(min(train.steps, by_clock)))
         steps = max(1, min(whole, int(self.seconds * updates_per_s)))
-        warmup = min(steps, math.ceil(train.warmup_steps * steps / whole))
-        return replace(recipe, train=replace(train, steps=steps, warmup_steps=warmup, max_hours=None))
+        warm = {name: min(steps, math.ceil(getattr(train, name) * steps / whole)) for name in WARM_UPS}
+        return replace(recipe, train=replace(train, steps=steps, max_hours=None, **warm))
 
     def _timed(self, recipe: Recipe, tokens_per_s: float) -> Recipe:
         """A run that ends after this time, and validates often enough to say when it reached a loss."""
         short, every = self._cut(recipe, tokens_per_s).train, recipe.train.eval_every
         train = replace(
-            recipe.train, max_hours=self.seconds / 3600, warmup_steps=short.warmup_steps,
+            recipe.train, max_hours=self.seconds / 3600, **{name: getattr(short, name) for name in WARM_UPS},
             eval_every=min(every or short.steps, max(1, short.steps // VALIDATIONS)),
         )  # fmt: skip
         return replace(recipe, train=train)
