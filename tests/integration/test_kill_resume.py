@@ -21,7 +21,7 @@ from redline.train.places import step_folders
 
 VARIANTS = {
     "adamw": (),
-    "muon": ("train.optimizer=muon",),
+    "muon": ("train.optimizer=muon", "train.muon_normalize=true"),
     "stream": ("data.stream=true",),
     "fp16": ("plan.precision=fp16", "train.steps=20"),
     "favor": (

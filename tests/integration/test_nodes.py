@@ -71,7 +71,9 @@ def test_a_copy_in_every_node_trains_what_one_process_trains(nano: Nano, tmp_pat
     """Two nodes of two processes, one of which is asked to stop; one process resumes from what they saved, and four end
     the run."""
     alone, nodes = nano.in_double(), {**nano.in_double().environment, "LOCAL_WORLD_SIZE": "2"}
-    recipe = nano.recipe(tmp_path, "train.steps=9", "train.lr=2e-3", "train.optimizer=muon")
+    recipe = nano.recipe(
+        tmp_path, "train.steps=9", "train.lr=2e-3", "train.optimizer=muon", "train.muon_normalize=true"
+    )
     run = tmp_path / "run"
     alone.outcome(recipe, tmp_path / "single")
     command = ("train", recipe, "--run", run, "--json")

@@ -350,6 +350,7 @@ def test_every_change_of_the_training_makes_another_recipe_that_keeps_the_rules(
     assert {
         "muon",
         "polar-express",
+        "normuon",
         "zero-init",
         "batch-ramp",
         "logit-cap",

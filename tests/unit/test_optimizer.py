@@ -78,6 +78,52 @@ def test_muon_equals_torchs_over_ten_steps():
         assert_close(p, expected, what=str(tuple(p.shape)))
 
 
+def test_matrices_that_one_parameter_holds_are_updated_one_by_one():
+    """Queries, two heads of keys and values, and the halves of SwiGLU: as torch's Muon would, had each its own parameter."""
+    torch.manual_seed(0)
+    together = nn.ParameterList(nn.Parameter(torch.randn(64, 32)) for _ in range(3))
+    rows = [(32, 16, 16), (32, 16, 16), (32, 32)]
+    apart = [
+        nn.Parameter(m.detach().clone()) for p, r in zip(together, rows, strict=True) for m in p.split(r)
+    ]
+    groups = [{"params": together[:2], "rows": rows[0]}, {"params": together[2:], "rows": rows[2]}]
+    muon = Muon(groups, lr=0.02, weight_decay=0.1)
+    reference = torch.optim.Muon(apart, lr=0.02, weight_decay=0.1, adjust_lr_fn="original")
+    for step in range(3):
+        give_gradients([together], step)
+        gradients = [m for p, r in zip(together, rows, strict=True) for m in p.grad.split(r)]
+        for p, gradient in zip(apart, gradients, strict=True):
+            p.grad = gradient.clone()
+        muon.step()
+        reference.step()
+    ours = [m for p, r in zip(together, rows, strict=True) for m in p.split(r)]
+    for matrix, expected in zip(ours, apart, strict=True):
+        assert_close(matrix, expected)
+
+
+def test_normalised_updates_have_rows_of_one_size_and_the_length_they_had():
+    """NorMuon, written out for one matrix: each row over the root of its mean square so far, then as long as before."""
+    torch.manual_seed(0)
+    plain, p = (nn.Parameter(torch.zeros(48, 16)) for _ in range(2))
+    muons = [Muon([q], lr=1.0, weight_decay=0.0, normalize=q is p) for q in (plain, p)]
+    seen = torch.zeros(48)
+    for step in range(4):
+        gradient = torch.randn(48, 16) * torch.logspace(-2, 0, 48)[:, None]
+        for q, muon in zip((plain, p), muons, strict=True):
+            q.detach().zero_()
+            q.grad = gradient.clone()
+            muon.step()
+        update = plain.detach()
+        seen = 0.95 * seen + 0.05 * update.square().mean(1)
+        expected = update / seen.sqrt()[:, None]
+        expected *= update.norm() / expected.norm()
+        assert_close(p, expected)
+        if step == 0:
+            sizes = [q.detach().norm(dim=1) for q in (plain, p)]
+            assert sizes[0].max() > 1.5 * sizes[0].min(), "there must be something to even out"
+            assert_close(sizes[1], torch.full((48,), float(update.norm()) / 48**0.5))
+
+
 def test_muon_stacks_in_pieces_change_nothing(monkeypatch):
     torch.manual_seed(0)
     whole = nn.ParameterList(nn.Parameter(torch.randn(16, 8)) for _ in range(5))
@@ -95,15 +141,14 @@ def test_muon_takes_rates_from_tensors_and_at_rest_changes_nothing():
     torch.manual_seed(0)
     numbers = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in [(16, 8), (8, 16), (16, 8)])
     tensors = copy.deepcopy(numbers)
-    plain = Muon(numbers, lr=0.0, weight_decay=0.1)
-    read = Muon(tensors, lr=0.0, weight_decay=0.1)
+    plain, read = (Muon(params, lr=0.0, weight_decay=0.1, normalize=True) for params in (numbers, tensors))
     for group in read.param_groups:
         group["lr"], group["momentum"] = torch.zeros(()), torch.ones(())
     for step, (lr, momentum) in enumerate([(0.02, 0.85), (0.01, 0.9), (0.03, 0.95)]):
         give_gradients([numbers, tensors], step)
-        before = [t.detach().clone() for p in tensors for t in (p, read.state[p]["momentum_buffer"])]
+        before = [t.detach().clone() for p in tensors for t in (p, *read.state[p].values())]
         read.step()
-        after = [t for p in tensors for t in (p, read.state[p]["momentum_buffer"])]
+        after = [t for p in tensors for t in (p, *read.state[p].values())]
         assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
         plain.param_groups[0].update(lr=lr, momentum=momentum)
         read.param_groups[0]["lr"].fill_(lr)
@@ -233,7 +278,11 @@ def test_muon_takes_the_matrices_inside_the_blocks_and_adamw_the_rest():
         for i in range(2)
         for part in ("attn.qkv", "attn.out", "ffn.up", "ffn.down")
     }
-    assert [group["lr"] for group in muon.param_groups] == [0.05]
+    rows = {names[id(p)]: group["rows"] for group in muon.param_groups for p in group["params"]}
+    assert rows["blocks.1.attn.qkv.weight"] == (32, 16, 16)
+    assert rows["blocks.0.ffn.up.weight"] == (48, 48)
+    assert rows["blocks.0.attn.out.weight"] == rows["blocks.1.ffn.down.weight"] == ()
+    assert {group["lr"] for group in muon.param_groups} == {0.05}
     assert {group["lr"] for group in adamw.param_groups} == {3e-3}
 
 
@@ -244,7 +293,7 @@ def test_set_lr_is_a_factor_on_each_peak():
     for factor in (0.5, 0.25):
         set_lr(optimizers, factor)
         assert [g["lr"] for o in optimizers for g in o.param_groups] == pytest.approx(
-            [3e-3 * factor, 3e-3 * factor, 0.05 * factor]
+            [3e-3 * factor] * 2 + [0.05 * factor] * 3
         )
 
 
@@ -271,14 +320,16 @@ def _step(model: Transformer, optimizers: list[torch.optim.Optimizer], seed: int
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_state_tensors_cover_every_parameter_and_slot_and_are_the_live_ones(kind):
     model = build_model(CONFIG, device="cpu", seed=0)
-    optimizers = make_optimizers(model, train(optimizer=kind))
+    optimizers = make_optimizers(model, train(optimizer=kind, muon_normalize=True))
     tensors = state_tensors(model, optimizers)
     expected = {f"model.{name}" for name, _ in model.named_parameters()}
     for name, p in model.named_parameters():
         muon = kind == "muon" and name.startswith("blocks.") and p.ndim == 2
         expected |= {
             f"optimizer.{slot}.{name}"
-            for slot in (["momentum_buffer"] if muon else ["step", "exp_avg", "exp_avg_sq"])
+            for slot in (
+                ["momentum_buffer", "row_mean_square"] if muon else ["step", "exp_avg", "exp_avg_sq"]
+            )
         }
     assert set(tensors) == expected
     pointers: dict[str, int] = {name: t.data_ptr() for name, t in tensors.items()}

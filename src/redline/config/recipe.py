@@ -156,6 +156,8 @@ class TrainConfig:
     """Updates in which Muon's momentum rises from 0.85 to 0.95."""
     muon_iteration: MuonIteration = "quintic"
     """Muon's Newton-Schulz rounds: the same coefficients in each, or the best for each (Polar Express)."""
+    muon_normalize: bool = False
+    """Whether all rows of Muon's updates are brought to one size, by a running average (NorMuon)."""
     embed_lr: float | None = None
     """Peak learning rate of the embeddings, and of a head tied to them; not given: `lr`."""
     head_lr: float | None = None

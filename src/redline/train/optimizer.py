@@ -4,8 +4,9 @@
     set_lr(optimizers, factor)
     state_tensors(model, optimizers)                      # flat name -> tensor, for checkpoints
 
-Muon works on stacks of equal matrices: one batched product instead of hundreds of small ones. It equals
-`torch.optim.Muon` (held by a test). Sharded matrices are gathered, orthogonalised on every process and cut again.
+Muon works on stacks of equal matrices: one batched product instead of hundreds of small ones. Queries, keys and values,
+which one layer computes, are three matrices to it, and so are the two halves of SwiGLU. On each it equals `torch.optim.Muon`
+(held by a test). Sharded matrices are gathered, orthogonalised on every process and cut again.
 
 A schedule is a factor on the peak rate, from how far the run has come: the larger of steps/steps and hours/max_hours, so
 a run bounded by the clock decays to its end whatever its speed.
@@ -16,15 +17,16 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from redline.config.recipe import MuonIteration, TrainConfig, UpdateKernels
+from redline.config.recipe import ModelConfig, MuonIteration, TrainConfig, UpdateKernels
 from redline.model.flat import joined, zeros_like
-from redline.model.transformer import part_of
-from redline.train.process import full
+from redline.model.transformer import Transformer, part_of
+from redline.train.process import full, is_spread
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration, chosen by Muon's author for a steep slope at zero."""
@@ -41,8 +43,8 @@ POLAR_MARGIN = 1.02
 """By which its input stays below norm 1."""
 MOMENTUM = (0.85, 0.95)
 """Muon's at the first update and after its warm-up."""
-STACK_ELEMENTS = 2**27
-"""Matrices orthogonalised together: 256 MiB in bf16, so that the stack stays small beside the model."""
+STACK_ELEMENTS = 2**25
+"""Of matrices updated together: 128 MiB in fp32, so that the stack stays small beside the model."""
 
 
 class _Uncompiled(torch.optim.Optimizer):
@@ -74,22 +76,26 @@ class AdamW(_Uncompiled, torch.optim.AdamW):
 
 
 class Muon(_Uncompiled):
-    """Momentum whose update is made orthogonal (Newton-Schulz in bf16), with decoupled weight decay."""
+    """Momentum whose update is made orthogonal (Newton-Schulz in bf16), with decoupled weight decay. A group's `rows`: of the
+    matrices that each of its parameters holds one below the other, and which are made orthogonal one by one."""
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter],
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
         *,
         lr: float,
         weight_decay: float,
         momentum: float = MOMENTUM[1],
         iteration: MuonIteration = "quintic",
+        normalize: bool = False,
     ) -> None:
-        given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "iteration": iteration}
-        super().__init__(params, given)
+        given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__(params, {**given, "iteration": iteration, "normalize": normalize, "rows": ()})
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                if normalize:
+                    self.state[p]["row_mean_square"] = torch.zeros(p.shape[0], dtype=p.dtype, device=p.device)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -97,24 +103,52 @@ class Muon(_Uncompiled):
             for stack in _stacks(group["params"]):
                 self._update(stack, group)
 
-    def _update(self, stack: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Learning rate and momentum may be tensors, which a captured update reads anew at each replay."""
-        updates, new = [], 1 - group["momentum"]
-        for p in stack:
-            assert p.grad is not None
-            buffer = self.state[p]["momentum_buffer"]
-            buffer.lerp_(p.grad, new)
-            # Nesterov; half the bytes to gather
-            updates.append(full(p.grad.lerp(buffer, group["momentum"]).bfloat16()))
-        rows, columns = stack[0].shape
-        lr, kept = group["lr"] * max(1.0, rows / columns) ** 0.5, 1 - group["lr"] * group["weight_decay"]
-        for p, update in zip(stack, orthogonalize(torch.stack(updates), group["iteration"]), strict=True):
-            p.mul_(kept)
-            change = part_of(update, p).to(p.dtype)
-            if isinstance(lr, Tensor):
-                p.addcmul_(change, lr, value=-1)
-            else:
-                p.add_(change, alpha=-lr)
+    def _update(self, stack: list[Tensor], group: dict[str, Any]) -> None:
+        """Learning rate and momentum may be tensors, which a captured update reads anew at each replay; at a rate of 0 and a
+        momentum of 1 nothing changes."""
+        lr, momentum = group["lr"], group["momentum"]
+        buffers = self._slots("momentum_buffer", stack)
+        fresh = torch._foreach_mul([p.grad for p in stack if p.grad is not None], 1 - momentum)
+        _average(buffers, fresh, momentum)
+        ahead = torch._foreach_mul(buffers, momentum)  # Nesterov
+        torch._foreach_add_(ahead, fresh)
+        # a spread one is cast first: half the bytes to gather
+        whole = torch.stack([full(t.bfloat16()) if is_spread(t) else t for t in ahead]).bfloat16()
+        update = _orthogonal(whole, group["rows"], group["iteration"], stack[0].dtype)
+        if group["normalize"]:
+            seen = self._slots("row_mean_square", stack)
+            _average(seen, torch._foreach_mul(list(update.square().mean(-1)), 1 - momentum), momentum)
+            update = _even(update, torch.stack(seen))
+        torch._foreach_mul_(stack, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(stack, [part_of(u, p) for u, p in zip(update.mul_(-lr), stack, strict=True)])
+
+    def _slots(self, name: str, stack: list[Tensor]) -> list[Tensor]:
+        return [self.state[p][name] for p in stack]
+
+
+def _average(
+    averages: list[Tensor], new: list[Tensor] | tuple[Tensor, ...], momentum: float | Tensor
+) -> None:
+    torch._foreach_mul_(averages, momentum)
+    torch._foreach_add_(averages, new)
+
+
+def _orthogonal(x_PRC: Tensor, rows: tuple[int, ...], iteration: MuonIteration, dtype: torch.dtype) -> Tensor:
+    """Each matrix of a stack made orthogonal, those below each other one by one, and scaled as Muon's author does."""
+    done, at, columns = [], 0, x_PRC.shape[-1]
+    for size, same in groupby(rows or x_PRC.shape[1:2]):
+        end = at + size * len(list(same))
+        each = orthogonalize(x_PRC[:, at:end].reshape(-1, size, columns), iteration)
+        done.append((each.to(dtype) * max(1.0, size / columns) ** 0.5).reshape(len(x_PRC), -1, columns))
+        at = end
+    return torch.cat(done, dim=1)
+
+
+def _even(update_PRC: Tensor, mean_square_PR: Tensor) -> Tensor:
+    """Rows over their root mean square so far, and the whole as long as it was (NorMuon, arXiv 2510.05491)."""
+    even = update_PRC / mean_square_PR.sqrt().clamp(min=1e-8)[..., None]
+    before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update_PRC, even))
+    return even * (before / after.clamp(min=1e-8))
 
 
 def orthogonalize(x: Tensor, iteration: MuonIteration = "quintic") -> Tensor:
@@ -142,12 +176,22 @@ def _stacks(params: Sequence[Tensor]) -> list[list[Tensor]]:
     return stacks
 
 
+def _rows(name: str, config: ModelConfig) -> tuple[int, ...]:
+    """Of the matrices that a block's parameter holds one below the other; empty: of one."""
+    if name.endswith("attn.qkv.weight"):
+        return tuple(
+            heads * config.head_size for heads in (config.num_heads, config.kv_heads, config.kv_heads)
+        )
+    return (config.ffn_size,) * 2 if name.endswith("ffn.up.weight") and config.activation == "swiglu" else ()
+
+
 def make_optimizers(
-    model: nn.Module, train: TrainConfig, kernels: UpdateKernels = "fused", *, captured: bool = False
+    model: Transformer, train: TrainConfig, kernels: UpdateKernels = "fused", *, captured: bool = False
 ) -> list[torch.optim.Optimizer]:
     """AdamW, or Muon for the blocks' matrices and AdamW for the rest. Norms and biases do not decay. `captured`: a CUDA
     graph will change the weights, and with them the counts of updates."""
-    hidden, matrices, vectors = [], [], []
+    matrices, vectors = [], []
+    hidden: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     rates = {"embed.weight": train.embed_lr, "values.weight": train.embed_lr, "head.weight": train.head_lr}
     own: dict[str, list[Tensor]] = {name: [] for name in rates}
     for name, p in model.named_parameters():
@@ -156,7 +200,7 @@ def make_optimizers(
         if p.ndim < 2:
             vectors.append(p)
         elif train.optimizer == "muon" and name.startswith("blocks."):
-            hidden.append(p)
+            hidden[_rows(name, model.config)].append(p)
         elif rates.get(name) is not None:
             own[name].append(p)
         else:
@@ -179,8 +223,9 @@ def make_optimizers(
             adamw.state[p] = dict(zip(("step", "exp_avg", "exp_avg_sq"), slots, strict=True))
     optimizers: list[torch.optim.Optimizer] = [adamw]
     if hidden:
-        decay, iteration = train.weight_decay, train.muon_iteration
-        optimizers.append(Muon(hidden, lr=train.muon_lr, weight_decay=decay, iteration=iteration))
+        parts = [{"params": params, "rows": rows} for rows, params in hidden.items()]
+        how: dict[str, Any] = {"iteration": train.muon_iteration, "normalize": train.muon_normalize}
+        optimizers.append(Muon(parts, lr=train.muon_lr, weight_decay=train.weight_decay, **how))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
