@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import psutil
@@ -27,7 +27,7 @@ import torch
 
 from redline.data.tokenizer import Tokenizer
 from redline.engine.decoder import Decoder, Round, Start, filters
-from redline.engine.request import Completion, Finish, Request
+from redline.engine.request import Completion, Engine, Finish, Request
 from redline.engine.state import STOP_IDS
 from redline.errors import ConfigError, MachineError
 from redline.model.attention.state import Room
@@ -78,7 +78,6 @@ class _Asked:
     request: Request
     ids: tuple[int, ...]
     limit: int
-    stops: tuple[int, ...]
     prompt: int
     """Its place in the pool."""
     started: int = 0
@@ -95,7 +94,7 @@ class _Sample:
     logprobs: np.ndarray = field(init=False)
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     def __init__(
         self,
         model: Transformer,
@@ -111,7 +110,9 @@ class LocalEngine:
         if max_prompt_tokens < 1 or max_new_tokens < 1 or (slots is not None and slots < 1):
             raise ConfigError(f"an engine needs room: got {max_prompt_tokens=}, {max_new_tokens=}, {slots=}")
         self.model, self.tokenizer = model, tokenizer
-        self.eos_ids, self.reproducible = tuple(eos_ids), reproducible
+        self.eos_ids, self.reproducible = tuple(dict.fromkeys(eos_ids)), reproducible
+        if len(self.eos_ids) > STOP_IDS:
+            raise ConfigError(f"a model has at most {STOP_IDS} tokens that end a text, got {self.eos_ids}")
         longest = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
         capacity = slots or fitting_slots(model, **longest)
         self._ahead = max(1, capacity // AHEAD)
@@ -134,12 +135,6 @@ class LocalEngine:
         self._prompt_of, self._left, self._filtered, self._watched = self._known
         self._abandon()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Free the memory."""
         del self.decoder
@@ -155,11 +150,11 @@ class LocalEngine:
         character waits for the rest."""
         assert request.samples == 1
         assert not request.sampling.stop_strings
-        said, stops = "", {*self.eos_ids, *request.sampling.stop_ids}
+        said = ""
 
         def tell(tokens: list[int]) -> None:
             nonlocal said
-            spoken = tokens[:-1] if tokens[-1] in stops else tokens
+            spoken = tokens[:-1] if tokens[-1] in self.eos_ids else tokens
             text = self.tokenizer.decode(spoken).rstrip("\ufffd")
             say(text[len(said) :])
             said = text
@@ -227,23 +222,16 @@ class LocalEngine:
         ids = tuple(self.tokenizer.encode_prompt(given)) if isinstance(given, str) else given
         n, context = len(ids), self.model.config.context_length
         wanted, most, new = sampling.max_new_tokens, room.max_prompt_tokens, room.max_new_tokens
-        stops = tuple(dict.fromkeys((*self.eos_ids, *sampling.stop_ids)))
-        for holds, rule, *got in (
+        for holds, rule in (
             (n > 0, "a prompt must hold at least one token, and this one is empty"),
-            (n < context, "a prompt has {} tokens, and the model's context holds {}: shorten it", n, context),
-            (n <= most, "a prompt has {} tokens; the engine was made for {}", n, most),
-            (wanted <= new, "a request wants {} new tokens; the engine was made for {}", wanted, new),
-            (
-                len(stops) <= STOP_IDS,
-                "at most {} stop tokens, including the model's own; got {}",
-                STOP_IDS,
-                stops,
-            ),
+            (n < context, f"a prompt has {n} tokens, and the model's context holds {context}: shorten it"),
+            (n <= most, f"a prompt has {n} tokens; the engine was made for {most}"),
+            (wanted <= new, f"a request wants {wanted} new tokens; the engine was made for {new}"),
         ):
             if not holds:
-                raise ConfigError(rule.format(*got))
+                raise ConfigError(rule)
         self.stats.requests += 1
-        return _Asked(request, ids, min(wanted, context - n), stops, self._free_prompts.pop())
+        return _Asked(request, ids, min(wanted, context - n), self._free_prompts.pop())
 
     def _read(self, fresh: Sequence[_Asked]) -> None:
         """Read new prompts, those of similar length together."""
@@ -272,7 +260,7 @@ class LocalEngine:
             request, sampling = asked.request, asked.request.sampling
             first, watched = request.first_sample + asked.started, bool(sampling.stop_strings)
             slots = [self._free.pop() for _ in range(min(len(self._free), request.samples - asked.started))]
-            facts = asked.prompt, len(asked.ids), asked.limit, sampling, asked.stops
+            facts = asked.prompt, len(asked.ids), asked.limit, sampling, self.eos_ids
             starts.append(Start(slots, *facts, request.seed, first))
             for number, slot in enumerate(slots, first):
                 self._open[slot] = _Sample(asked, number)
@@ -366,7 +354,7 @@ class LocalEngine:
         ended, self._ended = self._ended, []
         # tuples early: the garbage collector visits lists of numbers again and again
         tokens = [tuple(sample.tokens.tolist()) for sample in ended]
-        stopped = [own[-1] in sample.asked.stops for own, sample in zip(tokens, ended, strict=True)]
+        stopped = [own[-1] in self.eos_ids for own in tokens]
         spoken = [own[:-1] if stop else own for own, stop in zip(tokens, stopped, strict=True)]
         texts = self.tokenizer.decode_batch(spoken) if ended else []
         for sample, own, stop, text in zip(ended, tokens, stopped, texts, strict=True):

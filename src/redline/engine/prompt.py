@@ -48,12 +48,17 @@ def render(
     """The prompt, and the texts that end an answer (none if the model ends its turn with a token)."""
     if mode == "text":
         return prompt_text(task, question, shots), (STOP,)
-    return _filled(loaded, prompt_messages(task, question, shots), add_generation_prompt=True), ()
+    return chat_prompt(loaded, prompt_messages(task, question, shots)), ()
 
 
-def chat_prompt(loaded: Loaded, messages: list[dict[str, str]]) -> str:
-    """A conversation as the model's chat template puts it, up to where the answer begins."""
-    return _filled(loaded, messages, add_generation_prompt=True)
+def chat_prompt(loaded: Loaded, messages: list[dict[str, str]], *, unanswered: bool = True) -> str:
+    """A conversation as the model's chat template puts it, up to where the answer begins if one is to follow."""
+    if loaded.chat_template is None:
+        raise ConfigError(
+            "a chat prompt needs a model with a chat template, and this one has none: set prompt.mode=text,"
+            " or leave out --chat"
+        )
+    return fill(loaded.chat_template, messages=messages, add_generation_prompt=unanswered, tools=None)
 
 
 def answer_text(text: str, mode: PromptMode) -> str:
@@ -67,7 +72,7 @@ def end_id(loaded: Loaded, tokenizer: Tokenizer, mode: PromptMode) -> int:
         return tokenizer.eot_id
     mark = "Redline's answer"
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
-    after = tokenizer.encode_prompt(_filled(loaded, turn, add_generation_prompt=False).rpartition(mark)[2])
+    after = tokenizer.encode_prompt(chat_prompt(loaded, turn, unanswered=False).rpartition(mark)[2])
     return after[0] if after and after[0] in loaded.eos_ids else tokenizer.eot_id
 
 
@@ -78,7 +83,7 @@ def tokenized(
     answer are lines of the prompt."""
     end = end_id(loaded, tokenizer, mode)
     if mode == "chat":
-        prompts = [_filled(loaded, chat[:-1], add_generation_prompt=True) for chat in chats]
+        prompts = [chat_prompt(loaded, chat[:-1]) for chat in chats]
         answers = [chat[-1]["content"].strip() for chat in chats]
     else:
         prompts = ["\n".join(message["content"] for message in chat[:-1]) for chat in chats]
@@ -93,14 +98,3 @@ def tokenized(
 def stop_ids(loaded: Loaded, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Every token that ends an answer."""
     return tuple(dict.fromkeys((*loaded.eos_ids, tokenizer.eot_id)))
-
-
-def _filled(loaded: Loaded, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
-    if loaded.chat_template is None:
-        raise ConfigError(
-            "a chat prompt needs a model with a chat template, and this one has none: set prompt.mode=text,"
-            " or leave out --chat"
-        )
-    return fill(
-        loaded.chat_template, messages=messages, add_generation_prompt=add_generation_prompt, tools=None
-    )

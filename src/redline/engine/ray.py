@@ -34,7 +34,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -42,7 +42,7 @@ from redline.data.tokenizer import Tokenizer
 from redline.engine.calls import shown
 from redline.engine.local import AHEAD, Stats
 from redline.engine.ray_worker import Worker, packed, plain
-from redline.engine.request import Completion, Request, consecutive
+from redline.engine.request import Completion, Engine, Request, consecutive
 from redline.errors import ConfigError, MachineError, RedlineError, need
 from redline.model.lora import lora_layers
 from redline.model.transformer import Transformer
@@ -116,7 +116,7 @@ class _Member:
         return sum(len(piece.missing) for piece in self.held.values())
 
 
-class RayEngine:
+class RayEngine(Engine):
     def __init__(
         self,
         model: Transformer,
@@ -162,12 +162,6 @@ class RayEngine:
         self._queue: deque[_Piece] = deque()
         self._numbers = itertools.count()
         self._losses, self._alone_s, self._told_s = 0, clock(), clock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the workers, and Ray if it was started for them."""
@@ -304,8 +298,10 @@ class RayEngine:
         if any(member.joined for member in self._members):
             self._alone_s = now_s
             if now_s - self._told_s >= TELL_EVERY_S:
-                self._told_s = now_s
-                self._tell_all(now_s)
+                self._told_s, rates = now_s, self.rates()
+                delivered = {m.name: self._delivered(m) for m in self._members if m.joined}
+                facts = {"workers": len(rates), "samples_per_s": sum(rates.values())}
+                self._event("workers", **facts, delivered=delivered)
         elif now_s - self._alone_s > self._timeout_s:
             has = ", ".join(f"{n:g} {name}" for name, n in self._ray.cluster_resources().items())
             raise MachineError(
@@ -366,32 +362,21 @@ class RayEngine:
             return
         self._ray.kill(member.actor)
         if member.joined or why:
-            self._tell(member, state, **({"why": why} if why else {}))
+            self._tell(member, state, why)
         self._members[self._members.index(member)] = _Member(member.name)
 
-    def _tell(self, member: _Member, state: str, **why: str) -> None:
-        seconds = round(self._clock() - member.joined_s, 3) if member.joined else 0.0
-        self._event("worker", name=member.name, state=state, samples=member.samples, seconds=seconds, **why)
+    def _tell(self, member: _Member, state: str, why: str = "") -> None:
+        facts = self._delivered(member) | ({"why": why} if why else {})
+        self._event("worker", name=member.name, state=state, **facts)
 
-    def _tell_all(self, now_s: float) -> None:
-        delivered = {
-            m.name: {"samples": m.samples, "seconds": round(now_s - m.joined_s, 3)}
-            for m in self._members
-            if m.joined
-        }
-        rate = sum(self.rates().values())
-        self._event("workers", workers=len(delivered), samples_per_s=rate, delivered=delivered)
+    def _delivered(self, member: _Member) -> dict[str, Any]:
+        seconds = round(self._clock() - member.joined_s, 3) if member.joined else 0.0
+        return {"samples": member.samples, "seconds": seconds}
 
 
 def _work_of(piece: _Piece) -> Iterator[dict[str, Any]]:
     """What a worker is told of a piece: its samples without gaps, which a worker that died may have left."""
-    request = piece.request
+    request, tag = piece.request, (piece.number, piece.version)
+    told = vars(request) | {"sampling": vars(request.sampling), "messages": (), "tag": tag}
     for first, samples in consecutive(piece.missing):
-        yield {
-            "prompt": request.prompt,
-            "sampling": asdict(request.sampling),
-            "samples": samples,
-            "first_sample": first,
-            "seed": request.seed,
-            "tag": (piece.number, piece.version),
-        }
+        yield told | {"samples": samples, "first_sample": first}

@@ -32,8 +32,6 @@ class Sampling:
     """Choose among the k likeliest tokens."""
     top_p: float = 1.0
     """Choose among the likeliest tokens that together have this probability."""
-    stop_ids: tuple[int, ...] = ()
-    """Tokens that end a completion, in addition to the engine's end-of-text tokens."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion and are removed from it."""
 
@@ -44,7 +42,6 @@ class Sampling:
             ("temperature", warm or self.temperature == 0, f"0 (greedy) or a number from {COLDEST}"),
             ("top_k", self.top_k is None or self.top_k > 0, "greater than 0"),
             ("top_p", 0 < self.top_p <= 1, "greater than 0 and at most 1"),
-            ("stop_ids", all(0 <= token < 2**31 for token in self.stop_ids), "from 0 to below 2^31"),
             ("stop_strings", all(self.stop_strings), "texts that are not empty"),
         ):
             if not holds:
@@ -119,5 +116,9 @@ class Engine(Protocol):
 
     def run(self, requests: Iterable[Request | None]) -> Iterator[Completion]: ...
     def close(self) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_: object) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

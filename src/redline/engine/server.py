@@ -25,11 +25,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 from redline.engine.calls import KEY_VARIABLE, Line, shown
-from redline.engine.request import Completion, Finish, Request
+from redline.engine.request import Completion, Engine, Finish, Request
 from redline.errors import ConfigError, nearest
 
 CHECK_S = 30.0
@@ -48,8 +48,6 @@ class Dialect:
     """Sent with every call."""
     no_top_k: int | None = None
     """The value of top_k that keeps all tokens; None: the server takes no top_k."""
-    stop_ids: bool = False
-    """Takes `stop_token_ids`."""
     takes_ids: bool = True
     """Takes prompts of token ids."""
 
@@ -61,9 +59,8 @@ DIALECTS = {
         # as in the local engine, a prompt brings its own special tokens
         fields={**_NEUTRAL, "add_special_tokens": False, "return_token_ids": True, "logprobs": 1},
         no_top_k=-1,
-        stop_ids=True,
     ),
-    "sglang": Dialect(name="SGLang", fields=_NEUTRAL, no_top_k=-1, stop_ids=True),
+    "sglang": Dialect(name="SGLang", fields=_NEUTRAL, no_top_k=-1),
     "llamacpp": Dialect(
         name="llama.cpp", fields={"min_p": 0.0, "repeat_penalty": 1.0, "logprobs": 1}, no_top_k=0
     ),
@@ -73,7 +70,7 @@ TRANSFORMERS = Dialect(name="transformers serve", no_top_k=0, takes_ids=False)
 OTHER = Dialect(name="an OpenAI-compatible server of unknown kind")
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """Completes prompts by calls to a server, at most `concurrency` at a time."""
 
     def __init__(
@@ -107,10 +104,6 @@ class ServerEngine:
         except BaseException:
             self.close()
             raise
-
-    def models(self) -> list[str]:
-        """The models that the server lists. `transformers serve` lists those in its cache, and serves others too."""
-        return [card["id"] for card in self._cards()]
 
     def run(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
         """Completions in the order the server finishes them."""
@@ -147,12 +140,6 @@ class ServerEngine:
     def close(self) -> None:
         self._line.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _body(self, request: Request, sample: int) -> dict[str, Any]:
         sampling = request.sampling
         body: dict[str, Any] = {
@@ -169,10 +156,6 @@ class ServerEngine:
             body["logprobs"] = True  # a switch there, a number here
         if sampling.stop_strings:
             body["stop"] = list(sampling.stop_strings)
-        if sampling.stop_ids:
-            if not self.dialect.stop_ids:
-                raise self._refusal("stop_ids", "use stop_strings")
-            body["stop_token_ids"] = list(sampling.stop_ids)
         if sampling.top_k is not None and self.dialect.no_top_k is None:
             raise self._refusal("top_k", "leave it out")
         top_k = self.dialect.no_top_k if sampling.top_k is None else sampling.top_k
@@ -239,8 +222,8 @@ class ServerEngine:
 
     def _choose(self, model: str | None) -> str:
         if model is not None and self.dialect not in (DIALECTS["vllm"], DIALECTS["sglang"]):
-            return model  # the others also serve models that they do not list
-        known = self.models()
+            return model  # the others also serve models that they do not list; `transformers serve` lists its cache
+        known = [card["id"] for card in self._cards()]
         listed = ", ".join(known[:8]) or "none"
         if model is None and len(known) != 1:
             raise ConfigError(f"name one of the models of {self._line.url}: it has {listed}")

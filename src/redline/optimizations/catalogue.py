@@ -124,47 +124,35 @@ class Optimization:
         return next((reason for reason in reasons if reason), None)
 
 
-def _no_bf16(_recipe: Recipe, hardware: Hardware, _beside: Beside) -> str | None:
-    if hardware.compute_capability < NEEDED_CAPABILITY["bf16"]:
-        return None
-    return "this GPU multiplies bf16 at the same rate, and bf16 needs no loss scaler (a host sync an update)"
-
-
-def _second_core(_recipe: Recipe, hardware: Hardware, _beside: Beside) -> str | None:
-    return None if hardware.cores > 1 else "this machine has one core: a second thread would slow the step"
-
-
-def _batch_to_cut(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
-    batch = recipe.train.batch_size
-    return None if batch > 1 else f"the batch is {batch} sequence: it cannot be cut"
-
-
 def _batch_to_quarter(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
     batch, micro = recipe.train.batch_size, recipe.plan.micro_batch or 1
     whole = batch % (RAMP[0] * micro) == 0
     return None if whole else f"a quarter of {batch} sequences is not a whole number of passes of {micro}"
 
 
-def _back_propagation(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
-    return "feedback alignment keeps the activations of one block anyway" if recipe.feedback else None
-
-
-def _muon(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
-    return (
-        None if recipe.train.optimizer == "muon" else "it is a choice of Muon, and train.optimizer is adamw"
-    )
-
-
 CONDITIONS: dict[str, Need] = {
-    "muon": _muon,
     "softmax attention": needs_softmax,
-    "back-propagation": _back_propagation,
     "cuda": needs_cuda,
-    "no bf16": _no_bf16,
-    "a second core": _second_core,
-    "a batch to cut": _batch_to_cut,
+    "muon": lambda recipe, *_: (
+        None if recipe.train.optimizer == "muon" else "it is a choice of Muon, and train.optimizer is adamw"
+    ),
+    "back-propagation": lambda recipe, *_: (
+        "feedback alignment keeps the activations of one block anyway" if recipe.feedback else None
+    ),
+    "no bf16": lambda _, hardware, __: (
+        None
+        if hardware.compute_capability < NEEDED_CAPABILITY["bf16"]
+        else "this GPU multiplies bf16 at the same rate, and bf16 needs no loss scaler (a host sync an update)"
+    ),
+    "a second core": lambda _, hardware, __: (
+        None if hardware.cores > 1 else "this machine has one core: a second thread would slow the step"
+    ),
+    "a batch to cut": lambda recipe, *_: (
+        None if recipe.train.batch_size > 1 else "the batch is 1 sequence: it cannot be cut"
+    ),
     "a batch to quarter": _batch_to_quarter,
 }
+"""What an entry may need: each says why a recipe or a machine does not give it, or None."""
 
 
 # ---- the file ----

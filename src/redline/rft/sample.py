@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -47,18 +47,18 @@ SCORED_AT_ONCE = 2048
 class Outcome:
     """What sampling gave. Drawn samples, tokens, times and failures are this call's; the rest is the store's."""
 
-    why: str
-    questions: int
-    solved: int
-    samples: int
-    correct: int
-    cut: int
+    why: str = ""
+    questions: int = 0
+    solved: int = 0
+    samples: int = 0
+    correct: int = 0
+    cut: int = 0
     """Samples that ran out of tokens before the answer was complete; they count as wrong."""
-    drawn: int
+    drawn: int = 0
     """Samples of this call."""
-    tokens: int
-    elapsed_s: float
-    scorer_failures: int
+    tokens: int = 0
+    elapsed_s: float = 0.0
+    scorer_failures: int = 0
     """Samples whose scorer failed; they count as wrong."""
 
 
@@ -90,9 +90,7 @@ class _Drawing:
     def __init__(self, session: Session, store: Store, source: Source, asked: Sequence[Asked]) -> None:
         self.session, self.store, self.source, self.asked = session, store, source, asked
         self.questions = {one.question.id: one.question for one in asked}
-        self.drawn = self.tokens = self.failures = 0
-        self.spent_s = 0.0
-        self.samples = self.correct = self.cut = 0
+        self.now = Outcome(questions=len(self.questions))
         self.engine: Engine | None = None
         self.budget: Budget
 
@@ -113,28 +111,18 @@ class _Drawing:
             if not self.budget.stopped:
                 self._compare(engine, compared)  # the engine is closed: the forward has its memory
         finally:
-            self.spent_s += time.monotonic() - began_s
+            self.now.elapsed_s += time.monotonic() - began_s
         return STOPPED if self.budget.stopped else "finished"
 
     def outcome(self, why: str) -> Outcome:
-        return Outcome(
-            why=why,
-            questions=len(self.questions),
-            solved=len({question for question, _, correct, _ in self.store.verdicts(self.source) if correct}),
-            samples=self.samples,
-            correct=self.correct,
-            cut=self.cut,
-            drawn=self.drawn,
-            tokens=self.tokens,
-            elapsed_s=round(self.spent_s, 3),
-            scorer_failures=self.failures,
-        )
+        solved = {question for question, _, correct, _ in self.store.verdicts(self.source) if correct}
+        return replace(self.now, why=why, solved=len(solved), elapsed_s=round(self.now.elapsed_s, 3))
 
     def _budget(self) -> Budget:
         """A budget that begins where the store ends."""
         recipe, done = self.session.recipe, self.store.verdicts(self.source)
-        self.samples, self.correct = len(done), sum(correct for _, _, correct, _ in done)
-        self.cut = self.store.cut(self.source)
+        self.now.samples, self.now.correct = len(done), sum(correct for _, _, correct, _ in done)
+        self.now.cut = self.store.cut(self.source)
         sampling, task = self.session.settings(self.asked[0].stops), self.session.task
         server, shots = recipe.sample.server, recipe.prompt.shots_of(trained=False)
         requests = [
@@ -166,23 +154,24 @@ class _Drawing:
         rows = score(completions, self.questions, pool, self.session.task, self.session.sampler.tokenizer)
         self.store.add(self.source, rows)
         self.budget.record((row.question, row.sample, row.correct, row.reasoning_key) for row in rows)
-        self.drawn += len(rows)
-        self.samples += len(rows)
-        self.correct += sum(row.correct for row in rows)
-        self.cut += sum(row.finish == "length" for row in rows)
-        self.tokens += sum(row.tokens for row in rows)
-        self.failures += sum(row.reason is not None for row in rows)
-        left, elapsed_s = self.budget.samples_left(), self.spent_s + time.monotonic() - began_s
+        now = self.now
+        now.drawn += len(rows)
+        now.samples += len(rows)
+        now.correct += sum(row.correct for row in rows)
+        now.cut += sum(row.finish == "length" for row in rows)
+        now.tokens += sum(row.tokens for row in rows)
+        now.scorer_failures += sum(row.reason is not None for row in rows)
+        left, elapsed_s = self.budget.samples_left(), now.elapsed_s + time.monotonic() - began_s
         self.session.progress(
-            self.tokens,
+            now.tokens,
             elapsed_s,
-            questions=len(self.questions),
+            questions=now.questions,
             questions_done=self.budget.questions_done,
-            left_s=left * elapsed_s / self.drawn,
-            samples=self.samples,
+            left_s=left * elapsed_s / now.drawn,
+            samples=now.samples,
             samples_left=left,
-            correct=self.correct,
-            cut=self.cut,
+            correct=now.correct,
+            cut=now.cut,
             workers=self.engine.rates() if isinstance(self.engine, RayEngine) else None,
         )
 

@@ -32,9 +32,6 @@ from redline.train.execution import COMPUTE_DTYPE
 from redline.train.restore import open_weights
 
 Weights = Literal["base", "answers", "samples"]
-_SAID = {
-    "base": "the base model", "answers": "the model trained on the answers", "samples": "the model trained on the samples",
-}  # fmt: skip
 _ASKED = ("from", "to", "number")
 """The facts of a question that make it the same conversion as another."""
 
@@ -91,7 +88,8 @@ def _answer(
 ) -> tuple[list[Verdict], int, int]:
     """Verdicts, tokens, and how many answers were cut off, which count as wrong."""
     count = len(questions)
-    session.stage("test", f"testing {_SAID[weights]} on {count:,} questions", questions=count)
+    said = "the base model" if weights == "base" else f"the model trained on the {weights}"
+    session.stage("test", f"testing {said} on {count:,} questions", questions=count)
     began_s, tokens, heard = time.monotonic(), 0, list[Completion]()
     with ExitStack() as stack:
         speaker = stack.enter_context(_speaker(session, weights))

@@ -199,15 +199,15 @@ def generate(split: str, count: int | None, seed: int) -> list[Question]:
         family = draw.choice([name for name, questions in left.items() if questions])
         asked, template = left[family].pop()
         text = TEMPLATES[template].format(n=asked.number, a=asked.source, b=asked.target)
-        found.append(_question(text, asked))
+        key = hashlib.sha256(text.encode()).hexdigest()[:12]
+        found.append(_question(f"units-{key}", text, convert(*asked), asked))
     return found
 
 
 def row(name: str, fields: Any) -> Question | None:
     match fields:
         case [str(text), int() | float() as answer] if math.isfinite(answer) and not isinstance(answer, bool):
-            solution, meta = f"<answer>{_written(answer)}</answer>", _meta(parse_question(text))
-            return Question(name, text, repr(float(answer)), solution, meta)
+            return _question(name, text, float(answer), parse_question(text))
     return None
 
 
@@ -229,26 +229,13 @@ def make(data: str | None) -> Task:
     )
 
 
-def _question(text: str, asked: Conversion) -> Question:
-    answer = convert(*asked)
-    key = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return Question(f"units-{key}", text, repr(answer), f"<answer>{_written(answer)}</answer>", _meta(asked))
-
-
-def _meta(asked: Conversion | None) -> dict[str, object]:
-    if asked is None:
-        return {}
-    return {
-        "family": _family(asked.source, asked.target),
-        "from": asked.source,
-        "to": asked.target,
-        "number": asked.number,
-    }
-
-
-def _written(answer: float) -> str:
-    """Three decimals, which is all that the rule of correctness looks at; none that are 0."""
-    return f"{answer:.3f}".rstrip("0").rstrip(".")
+def _question(name: str, text: str, answer: float, asked: Conversion | None) -> Question:
+    # three decimals, which is all that the rule of correctness looks at; none that are 0
+    solution, meta = f"<answer>{f'{answer:.3f}'.rstrip('0').rstrip('.')}</answer>", {}
+    if asked is not None:
+        number, source, target = asked
+        meta = {"family": _family(source, target), "from": source, "to": target, "number": number}
+    return Question(name, text, repr(answer), solution, meta)
 
 
 def conversions(family: str, split: str) -> Iterator[Conversion]:
