@@ -345,7 +345,7 @@ def test_what_kernel_attention_and_feedback_alignment_leave_nothing_to_is_not_tr
 def test_every_change_of_the_training_makes_another_recipe_that_keeps_the_rules() -> None:
     """`ablate` applies them to a recipe that is not theirs: a value of the wrong type, or one that breaks a rule, would
     show only then."""
-    recipe = load_recipe("speedrun/3min")
+    recipe = load_recipe("llama-124m-muon")
     changes = {name: entry.change for name, entry in catalogue().items() if entry.change is not None}
     assert {
         "muon",
