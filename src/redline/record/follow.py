@@ -27,27 +27,29 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.generation = 0
-        """Counts up when the file is replaced: what was read before no longer holds."""
+        self.replaced = 0
+        """How often the file was: lines that were read before no longer hold."""
+        self._lines: list[Line] = []
         self._inode: int | None = None
         self._offset = 0
 
     def read(self) -> list[Line]:
-        """The whole lines since the last call; half a line waits for its rest."""
+        """All whole lines, in a list of their own; half a line waits for its rest."""
         try:
             with open(self.path, "rb") as file:
                 now = os.fstat(file.fileno())
                 if self._inode is not None and (now.st_ino != self._inode or now.st_size < self._offset):
-                    self.generation += 1
-                    self._offset = 0
+                    self.replaced += 1
+                    self._lines, self._offset = [], 0
                 self._inode = now.st_ino
                 file.seek(self._offset)
                 raw = file.read()
             whole = raw[: raw.rfind(b"\n") + 1]
             self._offset += len(whole)
-            return parse_lines(whole.decode("utf-8"), self.path)
+            self._lines = [*self._lines, *parse_lines(whole.decode("utf-8"), self.path)]
+            return self._lines
         except FileNotFoundError:
-            return []
+            return self._lines
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -63,8 +65,6 @@ class Followed:
         self._run = read_run(path)
         self._stamps = self._stamp()
         self._metrics, self._events = Tail(metrics_path(path)), Tail(RunFolder(path).events_path)
-        self._lines: list[Line] = []
-        self._told: list[Line] = []
         # Not 0: a page that outlives its server and finds another on the port must not mix the two.
         self._generation = time.time_ns() // 1_000_000
 
@@ -73,19 +73,12 @@ class Followed:
             if (stamps := self._stamp()) != self._stamps:
                 self._run, self._stamps = read_run(self.path), stamps
                 if (place := metrics_path(self.path)) != self._metrics.path:
-                    self._metrics, self._lines = Tail(place), []
-                    self._generation += 1
+                    self._generation += self._metrics.replaced + 1
+                    self._metrics = Tail(place)
             lost = lost_owner(self.path)  # before what it wrote is read
-            before = self._metrics.generation
-            new = self._metrics.read()
-            if self._metrics.generation != before:
-                self._lines, self._generation = [], self._generation + 1
-            self._lines = [*self._lines, *new]  # a new list: others may still read the old one
-            self._told = [*self._told, *self._events.read()]
-            run = replace(
-                self._run, metrics=self._lines, events=self._told, silent_s=silent_s(self.path), lost=lost
-            )
-            return run, self._generation
+            metrics, events = self._metrics.read(), self._events.read()
+            run = replace(self._run, metrics=metrics, events=events, silent_s=silent_s(self.path), lost=lost)
+            return run, self._generation + self._metrics.replaced
 
     def _stamp(self) -> list[int]:
         paths = [*(self.path / name for name in SMALL), metrics_path(self.path).parent]

@@ -30,7 +30,7 @@ from typing import Any, Literal
 from redline.config.load import from_toml, parse
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, DataError
-from redline.record.files import parse_json, read_text
+from redline.record.files import T, parse_json, read_text
 from redline.record.run import RunFolder, lost_owner, read_lines
 from redline.record.units import format_duration
 
@@ -213,11 +213,11 @@ def read_run(path: Path) -> Run:
         label=path.resolve().name,
         recipe=parse(recipe, where=str(recipe_path)),
         recipe_text=recipe,
-        plan=_json(path / "plan.json", dict) or {},
+        plan=_json(path / "plan.json", dict),
         metrics=metrics,
         events=events,
         evaluations=read_lines(path / "evaluations.jsonl"),
-        ablation=_rows(_json(path / "ablation.json", list)),
+        ablation=[row for row in _json(path / "ablation.json", list) if isinstance(row, dict)],
         silent_s=silent_s(path),
         lost=lost,
     )
@@ -260,9 +260,9 @@ def table(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def total(events: Path, kind: str, name: str) -> float:
+def total(events: list[Line], kind: str, name: str = "elapsed_s") -> float:
     """The sum of a number over the events of a kind."""
-    return sum(values([event for event in read_lines(events) if event["event"] == kind], name))
+    return sum(values([event for event in events if event["event"] == kind], name))
 
 
 def values(lines: list[Line], name: str) -> list[float]:
@@ -363,10 +363,6 @@ def _rft_state(events: list[Line], evaluations: list[Line]) -> State | None:
     return State("between stages" if why == "finished" else "stopped", f"{stage}: {why}")
 
 
-def _json(path: Path, kind: type) -> Any:
+def _json(path: Path, kind: type[T]) -> T:
     text = read_text(path, missing="")
-    return parse_json(text, path, kind) if text else None
-
-
-def _rows(value: Any) -> list[Line]:
-    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+    return parse_json(text, path, kind) if text else kind()

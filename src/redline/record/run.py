@@ -196,11 +196,8 @@ class RunFolder:
     def event(self, kind: str, **facts: Any) -> None:
         """Append one event; a process that does not own the folder may do so too. It survives the process, but a
         power cut only from the next checkpoint on: waiting for a busy disk here would hold up the training."""
-        events = LineWriter(self.events_path)
-        try:
+        with contextlib.closing(LineWriter(self.events_path)) as events:
             events.append({"at": round(time.time(), 3), "event": kind, **facts})
-        finally:
-            events.close()
 
     def sync(self) -> None:
         """Make all metrics and events so far survive a power cut."""

@@ -48,7 +48,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        return ", ".join(part for part in (self.judged, self.note) if part)
+        return ", ".join(filter(None, (self.judged, self.note)))
 
     @property
     def details(self) -> list[str]:
@@ -57,7 +57,7 @@ class Row:
         interval = f"interval {self.interval}" if self.interval else ""
         numerics = f"numerics: {self.numerics}" if self.numerics else ""
         quality = " ".join(self.quality).strip()
-        return [part for part in (claim, interval, self.speed, self.memory, quality, numerics) if part]
+        return [*filter(None, (claim, interval, self.speed, self.memory, quality, numerics))]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def ablation(rows: list[Line]) -> list[Ablation]:
 
     groups: dict[str, list[Line]] = {}
     for row in rows:
-        groups.setdefault(_title(row), []).append(row)
+        parts = _WORKLOADS.get(row.get("workload", "")), _STAGES.get(row.get("stage", ""))
+        groups.setdefault(", ".join(filter(None, parts)), []).append(row)
     ticks = _apart([Tick(place(f), f"{f:g}×") for f in TICKS if low <= f <= high])
     return [_chart(title, group, place, ticks) for title, group in groups.items()]
 
@@ -98,11 +99,6 @@ def _chart(title: str, rows: list[Line], place: Callable[[float], float], ticks:
     left_out = [(str(row.get("name", "")), str(row.get("note") or "")) for row in out]
     shown = [_row(row, place) for row in rows if row not in out]
     return Ablation(title, shown, left_out, place(1.0), ticks)
-
-
-def _title(row: Line) -> str:
-    parts = (_WORKLOADS.get(row.get("workload", ""), ""), _STAGES.get(row.get("stage", ""), ""))
-    return ", ".join(part for part in parts if part)
 
 
 def _apart(ticks: list[Tick]) -> list[Tick]:
@@ -136,7 +132,7 @@ def _row(row: Line, place: Callable[[float], float]) -> Row:
         source=str(row.get("source") or ""),
         measured=f"{factor(value)}×" if value else DASH,
         interval=f"{factor(interval[0])} to {factor(interval[1])}×" if interval else "",
-        judged=", ".join(part for part in (verdict, kept) if part),
+        judged=", ".join(filter(None, (verdict, kept))),
         note="; ".join(filter(None, (kept_list, str(row.get("note") or "")))),
         speed=f"{f'{exact(before)} to ' if before else ''}{exact(speed)} tokens/s" if speed else "",
         memory=format_bytes(size) if size else "",
@@ -149,11 +145,9 @@ def _row(row: Line, place: Callable[[float], float]) -> Row:
 
 
 def _quality(value: Any) -> tuple[str, str]:
-    if not isinstance(value, dict):
-        return "", ""
     try:
         found = build(Quality, value, where="quality")
-    except ConfigError:  # written by another version
+    except ConfigError:  # none, or written by another version
         return "", ""
     return found.figure, str(found)
 

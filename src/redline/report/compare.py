@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from redline.config.differences import flat, unlike_data
 from redline.record.read import Run, table, values
+from redline.record.units import factor
 from redline.report.figures import Summary
 
 Level = Literal["yes", "speed only", "loss only", "accuracy only", "no"]
@@ -38,9 +39,11 @@ class Ratio:
     low: float | None
     high: float | None
 
-    @property
-    def resolved(self) -> bool:
-        return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{factor(self.value)}× (too few updates for an interval)"
+        resolved = ", not resolved" if self.low <= 1 <= self.high else ""
+        return f"{factor(self.value)}× ({factor(self.low)} to {factor(self.high)}{resolved})"
 
 
 def comparable(runs: list[Run]) -> Verdict:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from redline.record.metrics import METRICS
-from redline.record.read import WARM_UP, Measured, Run, State, number, table, values
+from redline.record.read import WARM_UP, Measured, Run, State, number, table, total, values
 
 PHASES = {
     "diagnose_s": "diagnosis",
@@ -71,9 +71,7 @@ class Memory:
     @property
     def error(self) -> float | None:
         """How far the prediction is above what was seen, as a share."""
-        if not self.predicted_bytes or not self.seen_bytes:
-            return None
-        return self.predicted_bytes / self.seen_bytes - 1
+        return self.predicted_bytes / self.seen_bytes - 1 if self.predicted_bytes and self.seen_bytes else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +166,8 @@ def speed(run: Run) -> Speed:
     if peak:
         datasheet = f"{each} {peak:,.0f} TFLOP/s, dense {dtype} datasheet peak"
     if matmul:
-        measured = f"{each} {_tflops(matmul)}, measured {precision} matrix products"
+        rate = f"{matmul:,.0f} TFLOP/s" if matmul >= 10 else f"{matmul * 1e3:,.0f} GFLOP/s"
+        measured = f"{each} {rate}, measured {precision} matrix products"
     return Speed(
         unit=METRICS[run.rate].unit,
         update=run.speed,
@@ -183,28 +182,18 @@ def speed(run: Run) -> Speed:
     )
 
 
-def _tflops(rate: float) -> str:
-    return f"{rate:,.0f} TFLOP/s" if rate >= 10 else f"{rate * 1e3:,.0f} GFLOP/s"
-
-
 def time_parts(run: Run) -> list[TimePart]:
     """Where the time went: parts that add up to the training time, or for an RFT run to the time of its stages."""
     if run.workload != "rft":
         return _training_parts(run)
     about = "fine-tuning on the samples"
-    tuned = [
-        replace(part, note=f"{about}: {part.note}" if part.note else about) for part in _training_parts(run)
-    ]
+    tuned = [replace(part, note=": ".join(filter(None, (about, part.note)))) for part in _training_parts(run)]
     stages = [
-        TimePart("sampling", _spent_s(run, "sampling_end"), "generation and scoring"),
-        TimePart("fine-tuning on answers", _spent_s(run, "training_on_answers"), "for comparison"),
+        TimePart("sampling", total(run.events, "sampling_end"), "generation and scoring"),
+        TimePart("fine-tuning on answers", total(run.events, "training_on_answers"), "for comparison"),
         TimePart("tests", sum(values(run.evaluations, "elapsed_s")), "greedy, on held-out questions"),
     ]
     return [*(stage for stage in stages if stage.elapsed_s > 0), *tuned]
-
-
-def _spent_s(run: Run, kind: str, name: str = "elapsed_s") -> float:
-    return sum(values([event for event in run.events if event["event"] == kind], name))
 
 
 def _training_parts(run: Run) -> list[TimePart]:
@@ -213,7 +202,7 @@ def _training_parts(run: Run) -> list[TimePart]:
     if total_s is None or not step_s:
         return []
     first_s, wait_s = _warm_up_s(run), sum(values(run.metrics, "data_wait_s"))
-    stalled_s = _spent_s(run, "checkpoint", "stalled_s")
+    stalled_s = total(run.events, "checkpoint", "stalled_s")
     rest = "validation" if any(event["event"] == "validation" for event in run.events) else "other"
     warm_up = f"compilation and warm-up: first {WARM_UP} updates, beyond the median"
     parts = [
@@ -248,13 +237,13 @@ def _update_parts(run: Run, update_s: float) -> list[TimePart]:
 
 
 def memory(run: Run) -> Memory:
-    prediction = run.prediction if run.on_gpu else {}
+    prediction, seen = {}, "of the whole process, Python and torch included"
+    if run.on_gpu:
+        prediction, seen = run.prediction, "peak allocated by torch"
     parts = table(prediction.get("memory_parts_bytes"))
     return Memory(
         seen_bytes=max(values(run.metrics, "memory_bytes"), default=None),
-        seen_note="peak allocated by torch"
-        if run.on_gpu
-        else "of the whole process, Python and torch included",
+        seen_note=seen,
         predicted_bytes=number(prediction.get("memory_bytes")),
         predicted_parts_bytes={name: size for name, value in parts.items() if (size := number(value))},
         device_bytes=number(run.hardware.get("memory_bytes")),

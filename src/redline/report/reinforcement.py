@@ -108,9 +108,8 @@ def reinforcement(run: Run) -> Reinforcement | None:
         if now := values(recent, name):
             began = values(first, name)
             figures.append((label, form.format(fmean(now)), form.format(fmean(began)) if began else DASH))
-    return Reinforcement(
-        [_domain(name, run, recent) for name in names], figures, pairs(run), said(run.path, names)
-    )
+    domains = [_domain(name, run, recent) for name in names]
+    return Reinforcement(domains, figures, pairs(run), said(run.path, names))
 
 
 def domains_of(run: Run) -> list[str]:
@@ -189,12 +188,8 @@ def _first_lines(path: Path) -> list[str]:
 
 
 def _said(group: dict[str, Any], answer: dict[str, Any]) -> Said:
-    word = "wrong" if answer.get("parsed") else "no answer found"
-    notes = [
-        "correct" if answer.get("correct") else word,
-        "cut off" if answer.get("cut") else "",
-        str(answer.get("reason") or ""),
-    ]
+    word = "correct" if answer.get("correct") else "wrong" if answer.get("parsed") else "no answer found"
+    notes = (word, "cut off" if answer.get("cut") else "", str(answer.get("reason") or ""))
     return Said(
         domain=str(group.get("domain")),
         question=str(group.get("question", "")),

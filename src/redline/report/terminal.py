@@ -80,12 +80,11 @@ def _identity(out: Printer, run: RunView) -> None:
     if run.progress:
         percent, text = run.progress
         out.line(f"{_bar(percent)} {text}")
-    losses = values(run.run.metrics, "loss")
     if run.tiles:
         out.part("Outcome", Grid(("", "", ""), [(t.label, t.value, t.note) for t in run.tiles], right=(1,)))
     if rewards := values(run.run.metrics, "reward"):
         out.line(f"reward {rewards[0]:.3f} {sparkline(rewards, CURVE_COLUMNS)} {rewards[-1]:.3f}")
-    elif losses:
+    elif losses := values(run.run.metrics, "loss"):
         curve, lost = sparkline(losses, CURVE_COLUMNS), "×" if s.quality.nan_step else ""
         out.line(f"loss {losses[0]:.3f} {curve}{lost} {losses[-1]:.3f} nats/token")
 
@@ -119,18 +118,18 @@ def _reinforcement(out: Printer, run: RunView) -> None:
     if (rl := run.rl) is None:
         return
     if rl.figures:
-        out.part(
-            "What the policy does", Grid(("", "recent updates", "first updates"), rl.figures, right=(1, 2))
-        )
+        columns: tuple[str, ...] = ("", "recent updates", "first updates")
+        out.part("What the policy does", Grid(columns, rl.figures, right=(1, 2)))
     if rl.pairs:
         rows = [
-            (f"{p.a} and {p.b}", f"{p.cosine:+.2f}", f"{p.rate:.0%}", f"{p.tensors:.0%}") for p in rl.pairs
+            (f"{a} and {b}", f"{cosine:+.2f}", f"{rate:.0%}", f"{tensors:.0%}")
+            for a, b, cosine, rate, tensors in rl.pairs
         ]
         columns = ("", "mean cosine", "updates in conflict", "tensors in conflict")
         out.part("Conflicts between domains", Grid(columns, rows, right=(1, 2, 3)))
-    for place, one in enumerate(rl.said):
-        if place == 0:
-            out.part("What it wrote in the last step")
+    if rl.said:
+        out.part("What it wrote in the last step")
+    for one in rl.said:
         asked = shorten(one.question, ASKED_COLUMNS, placeholder=" …")
         out.line(f"  {one.domain}: {asked}", note=f"{one.note}, reward {one.reward:g}")
         out.line(f"    {' '.join(one.text.split())}")
@@ -159,10 +158,9 @@ def print_ablation(charts: list[Ablation], console: Console) -> None:
             last = {name: columns.pop(name) for name in ("speed", "memory", "numerics", "note")}
             columns |= {figures: [row.quality[1] for row in chart.rows]} | last
         title = f"Ablation: {chart.title}" if chart.title else "Ablation"
-        grid = (
-            Grid([*columns], [*zip(*columns.values(), strict=True)], right=(1, 2, 3)) if chart.rows else None
-        )
-        out.part(title, grid, "measured is speed with the change over speed without it")
+        out.part(title, note="measured is speed with the change over speed without it")
+        if chart.rows:
+            console.print(Grid([*columns], [*zip(*columns.values(), strict=True)], right=(1, 2, 3)))
         if chart.not_applicable:
             out.line(f"not applicable here: {'; '.join(f'{n} ({why})' for n, why in chart.not_applicable)}")
 

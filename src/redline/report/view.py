@@ -20,7 +20,6 @@ from redline.record.read import Run, number, read_runs, table, time_left_s, valu
 from redline.record.units import (
     DASH,
     exact,
-    factor,
     format_bytes,
     format_count,
     format_duration,
@@ -110,10 +109,8 @@ def view(run: Run, place: int = 0) -> RunView:
     memory, speed = summary.memory, summary.speed
     found, remark = findings(run)
     tests, samples, rl = accuracies(run.evaluations), samples_of(run.path), reinforcement(run)
-    parts = [(part.name, part.elapsed_s, format_duration(part.elapsed_s), part.note) for part in summary.time]
-    memory_parts = [
-        (name, size, format_bytes(size), "") for name, size in memory.predicted_parts_bytes.items()
-    ]
+    time = [(part.name, part.elapsed_s, part.note) for part in summary.time]
+    held = [(name, size, "") for name, size in memory.predicted_parts_bytes.items()]
     device = f"the device holds {format_bytes(memory.device_bytes)}" if memory.device_bytes else ""
     sizes = [
         ("seen", memory.seen_bytes, "seen", memory.seen_note),
@@ -127,9 +124,9 @@ def view(run: Run, place: int = 0) -> RunView:
         tiles=[*_domain_tiles(rl), *_outcome_tiles(summary, tests), *_speed_tiles(summary)],
         speed_bars=_speed_bars(summary),
         floor_s=speed.step_s * speed.attained_share if speed.step_s and speed.attained_share else None,
-        time_stack=_stack(parts),
+        time_stack=_stack(time, format_duration),
         memory_bars=_bars(sizes, format_bytes),
-        memory_stack=_stack(memory_parts),
+        memory_stack=_stack(held, format_bytes),
         findings=found,
         remark=remark,
         plan=plan_rows(run),
@@ -203,31 +200,28 @@ def _domain_tiles(rl: Reinforcement | None) -> list[Tile]:
         if (found := domain.accuracy) is not None:
             began = f"; at first {domain.before.value:.1%}" if domain.before else ""
             note = f"95 %: {100 * found.low:.1f} to {100 * found.high:.1f} %, held out{began}"
-            tiles.append(Tile(f"accuracy, {domain.name}", f"{found.value:.1%}", note, ""))
+            tiles.append(Tile(f"accuracy, {domain.name}", f"{found.value:.1%}", note))
         elif domain.reward is not None:
-            tiles.append(Tile(f"reward, {domain.name}", f"{domain.reward:.3f}", "mean of recent answers", ""))
+            tiles.append(Tile(f"reward, {domain.name}", f"{domain.reward:.3f}", "mean of recent answers"))
     return tiles
 
 
 def _outcome_tiles(summary: Summary, tests: list[Test]) -> list[Tile]:
     """What the run was for."""
-    tiles = []
+    tiles, q = [], summary.quality
     for test in tests:
         interval = f"95 %: {100 * test.low:.1f} to {100 * test.high:.1f} %, {test.n:,} questions"
         tiles.append(Tile(f"accuracy {test.name}", f"{100 * test.accuracy:.1f} %", interval))
-    q = summary.quality
     if q.nan_step is not None:
         last = f"; the last number was {q.last_loss:.4f}" if q.last_loss is not None else ""
         tiles.append(Tile("training loss", "not a number", f"from update {q.nan_step:,} on{last}", "bad"))
     if q.valid:
         notes = [f"nats/token at update {q.valid['step']:,}", *told_validation(q.valid)]
-        notes += (
-            [f"best {q.best['valid_loss']:.4f} at update {q.best['step']:,}"] if q.best != q.valid else []
-        )
-        tiles.append(Tile("validation loss", f"{q.valid['valid_loss']:.4f}", ", ".join(notes), ""))
-    if q.last_loss is None or q.nan_step is not None or summary.workload == "rl":
-        return tiles  # the loss of a policy says nothing: its gradient does
-    if not q.valid:
+        if q.best != q.valid:
+            notes.append(f"best {q.best['valid_loss']:.4f} at update {q.best['step']:,}")
+        tiles.append(Tile("validation loss", f"{q.valid['valid_loss']:.4f}", ", ".join(notes)))
+    elif q.last_loss is not None and q.nan_step is None and summary.workload != "rl":
+        # the loss of a policy says nothing: its gradient does
         note = f"nats/token, last update; the first {q.first_loss:.4f}"
         tiles.append(Tile("training loss", f"{q.last_loss:.4f}", note))
     return tiles
@@ -257,12 +251,13 @@ def _interval(summary: Summary) -> str:
 
 def _speed_bars(summary: Summary) -> list[Bar]:
     speed = summary.speed
-    whole = ("whole run", "everything included")
-    if summary.workload == "rft":
-        whole = ("fine-tuning", "without sampling and tests")
+    rft = summary.workload == "rft"
+    whole, note = (
+        ("fine-tuning", "without sampling and tests") if rft else ("whole run", "everything included")
+    )
     rows = [
         ("median update", speed.update.value if speed.update else None, "seen", _interval(summary)[2:]),
-        (whole[0], speed.whole_run, "seen2", whole[1]),
+        (whole, speed.whole_run, "seen2", note),
         ("attainable", speed.attainable, "limit", "predicted: roofline"),
         ("matmul ceiling", speed.ceiling, "limit", "predicted: matrix products alone"),
     ]
@@ -275,11 +270,11 @@ def _bars(rows: list[tuple[str, float | None, str, str]], text: Callable[[float]
     return [Bar(name, text(value), 100 * value / most, kind, note) for name, value, kind, note in known]
 
 
-def _stack(parts: list[tuple[str, float, str, str]]) -> list[Bar]:
-    whole = sum(value for _, value, *_ in parts)
+def _stack(parts: list[tuple[str, float, str]], text: Callable[[float], str]) -> list[Bar]:
+    whole = sum(value for _, value, _ in parts)
     return [
-        Bar(name, text, 100 * value / whole, _KINDS.get(name, f"p{i % 7}"), note)
-        for i, (name, value, text, note) in enumerate(parts)
+        Bar(name, text(value), 100 * value / whole, _KINDS.get(name, f"p{i % 7}"), note)
+        for i, (name, value, note) in enumerate(parts)
     ]
 
 
@@ -336,7 +331,7 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
         ("last validation loss", [_loss(s.quality.valid.get("valid_loss")) for s in all_]),
         ("best validation loss", [_loss(s.quality.best.get("valid_loss")) for s in all_]),
         ("speed, median update", [f"{exact(s.speed.update.value)} {s.speed.unit}" if s.speed.update else DASH for s in all_]),
-        ("against the first", ["1×", *(_factor(all_[0], s) for s in all_[1:])] if speeds else [DASH] * len(all_)),
+        ("against the first", ["1×", *(str(ratio(all_[0], s) or DASH) for s in all_[1:])] if speeds else [DASH] * len(all_)),
         (f"speed, {whole}", [f"{exact(s.speed.whole_run)} tokens/s" if s.speed.whole_run else DASH for s in all_]),
         ("of the attainable", [format_limit_share(s.speed.attained_share) for s in all_]),
         ("MFU", [format_limit_share(s.speed.mfu) for s in all_]),
@@ -367,12 +362,3 @@ def last_loss(summary: Summary) -> str:
 
 def _loss(value: float | None) -> str:
     return DASH if value is None else f"{value:.4f} nats/token"
-
-
-def _factor(base: Summary, other: Summary) -> str:
-    if (found := ratio(base, other)) is None:
-        return DASH
-    if found.low is None or found.high is None:
-        return f"{factor(found.value)}× (too few updates for an interval)"
-    resolved = "" if found.resolved else ", not resolved"
-    return f"{factor(found.value)}× ({factor(found.low)} to {factor(found.high)}{resolved})"

@@ -27,6 +27,7 @@ from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
 from redline.record.observe import Observer
 from redline.record.read import total
+from redline.record.run import read_lines
 from redline.rft.sample import sample
 from redline.rft.session import Session, open_session
 from redline.rft.stats import export
@@ -70,9 +71,8 @@ def run_all(session: Session, *, test_base: bool = True) -> dict[str, Any]:
         check_result(session.recipe)
         report["before"] = run_test(session, "base")
     drawn = sample(session)
-    report["sample"] = vars(drawn) | {
-        "total_s": total(session.folder.events_path, "sampling_end", "elapsed_s")
-    }
+    total_s = total(read_lines(session.folder.events_path), "sampling_end")
+    report["sample"] = vars(drawn) | {"total_s": total_s}
     if drawn.why != "finished":
         return report | {"why": drawn.why}
     report["train"] = train(session, "samples")

@@ -21,7 +21,7 @@ from redline.config.rft import SampleConfig
 from redline.errors import ConfigError, need
 from redline.record.files import read_text, replacing, write_atomic
 from redline.record.read import total
-from redline.record.run import RunFolder
+from redline.record.run import RunFolder, read_lines
 from redline.rft.budget import ROUNDS
 from redline.rft.store import Store
 
@@ -45,7 +45,7 @@ def stats(run: Path) -> dict[str, Any]:
     solved = sum(question["correct"] > 0 for question in asked)
     hardest = sorted(asked, key=lambda q: (q["correct"] / q["samples"], -q["samples"]))[:HARDEST]
     # Of all attempts that ended; one that was killed left no record of its time.
-    events, anyway = RunFolder(run).events_path, _drawn_anyway(run)
+    events, anyway = read_lines(RunFolder(run).events_path), _drawn_anyway(run)
     sampling_s, sampled_tokens = (total(events, "sampling_end", name) for name in ("elapsed_s", "tokens"))
     drawn = [_first(own)[:anyway] for _, own in itertools.groupby(verdicts, key=lambda verdict: verdict[0])]
     return {

@@ -94,7 +94,7 @@ def train(session: Session, on: On) -> dict[str, Any]:
         f"training_on_{on}", why=outcome.why, step=outcome.step, elapsed_s=round(elapsed_s, 3)
     )
     # of every attempt that ended
-    spent_s = total(session.folder.events_path, f"training_on_{on}", "elapsed_s")
+    spent_s = total(read_lines(session.folder.events_path), f"training_on_{on}")
     done = Done(
         on=on, why=outcome.why, fingerprint=fingerprint, examples=len(examples), updates=outcome.step,
         loss=outcome.metrics.get("loss"), rows_per_s=_rows_per_s(folder), elapsed_s=spent_s,
