@@ -109,12 +109,11 @@ def too_little(observed: Observed) -> str | None:
 def missing(observed: Observed) -> tuple[str, ...]:
     """What the speed would have to be held against, and is not known."""
     facts = observed.facts
+    size = facts.parameters or facts.flops_per_token or facts.total_flops
     known = {
         "the GPU (--fact gpu=h100-80g)": facts.gpu,
         "how many (--fact gpus=8)": facts.gpus,
-        "the model's size (--fact parameters=7B)": facts.parameters
-        or facts.flops_per_token
-        or facts.total_flops,
+        "the model's size (--fact parameters=7B)": size,
         "tokens an update (--fact tokens=500k)": observed.tokens_per_s or facts.total_flops,
     }
     return tuple(name for name, value in known.items() if not value)

@@ -1,15 +1,14 @@
 """The TOML files of this room, which hold what is data and not code: trainers, causes, columns, patterns."""
 
 import re
-import tomllib
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from redline.record.files import shipped
 
-@cache
+
 def table(name: str) -> dict[str, Any]:
-    return tomllib.loads((files("redline.diagnose") / f"{name}.toml").read_text(encoding="utf-8"))
+    return shipped(f"diagnose/{name}.toml")
 
 
 @cache

@@ -10,7 +10,7 @@ right.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any, Literal
 
@@ -71,7 +71,7 @@ class Finding:
     gain: Gain | None
     confidence: float
     """0 to 1: how often this cause was right where it was found, times how good the evidence is here."""
-    optimisation: str | None = field(default=None)
+    optimisation: str | None = None
     """The entry of the catalogue that applies the fix, or is wrongly blamed for its absence."""
 
 
@@ -151,9 +151,9 @@ def worth(finding: Finding) -> float:
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
     """Failures first; then what is worth most; then what brings no speed, the surest first."""
-    return sorted(findings, key=_place)
 
+    def place(finding: Finding) -> tuple[bool, bool, bool, float, float, str]:
+        value, sure = worth(finding), finding.confidence
+        return finding.kind != "failure", value == 0, finding.cause in UNNAMED, -value, -sure, finding.cause
 
-def _place(finding: Finding) -> tuple[bool, bool, bool, float, float, str]:
-    value, sure = worth(finding), finding.confidence
-    return finding.kind != "failure", value == 0, finding.cause in UNNAMED, -value, -sure, finding.cause
+    return sorted(findings, key=place)

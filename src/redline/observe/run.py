@@ -211,13 +211,13 @@ class WatchedRun:
         outer, self._inside = self._inside, what
         waits, self._waits = self._waits, None
         if waits is not None:
-            waits.look_away()
+            waits.look(away=True)
         try:
             yield
         finally:
             self._inside, self._waits = outer, waits
             if waits is not None:
-                waits.look_again()
+                waits.look(away=False)
 
     def _refuse(self, what: str) -> None:
         raise ConfigError(f"{what} inside {self._inside}: end the block of {self._inside} first")

@@ -86,17 +86,14 @@ class SyncWatch:
         self._caught = warnings.catch_warnings(record=True)
         self._seen = self._caught.__enter__()
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
+        self.look(away=False)
 
-    def look_away(self) -> None:
-        torch.cuda.set_sync_debug_mode(self._before)
-
-    def look_again(self) -> None:
-        torch.cuda.set_sync_debug_mode("warn")
+    def look(self, *, away: bool) -> None:
+        torch.cuda.set_sync_debug_mode(self._before if away else "warn")
 
     def stop(self) -> list[str]:
         """File and line of every wait."""
-        torch.cuda.set_sync_debug_mode(self._before)
+        self.look(away=True)
         self._caught.__exit__(None, None, None)
         places = []
         for seen in self._seen or []:

@@ -11,11 +11,9 @@ To add an optimisation, write an entry in catalogue.toml (and a line in plan/val
 `ablate`, `optimizations`, the tuner and the diagnosis read it from there.
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 from redline.config.load import build
@@ -23,6 +21,7 @@ from redline.config.recipe import RAMP, Recipe
 from redline.errors import ConfigError, nearest
 from redline.plan.plan import Hardware
 from redline.plan.values import NEEDED_CAPABILITY, VALUES, Beside, Need, needs_cuda, needs_softmax, why_not
+from redline.record.files import shipped
 
 WorkloadName = Literal["train", "generate", "finetune"]
 EntryEffect = Literal["exact", "rounding", "changes-training"]
@@ -30,6 +29,7 @@ EntryEffect = Literal["exact", "rounding", "changes-training"]
 Standing = Literal["switch", "built in", "recipe", "refuted"]
 """`switch`: `redline ablate` turns it off and on. `built in`: always on. `recipe`: set in the recipe. `refuted`:
 impossible, or about something that does not exist; the note has the arithmetic."""
+FILE = "optimizations/catalogue.toml"
 PLANNER = "planner"
 GUIDE = "tuning guide"
 """The start of a claim's source if one of the five guides of docs/claims.md makes it."""
@@ -195,14 +195,9 @@ class StudyPart:
 
 
 @cache
-def _file() -> dict[str, Any]:
-    return tomllib.loads((Path(__file__).parent / "catalogue.toml").read_text(encoding="utf-8"))
-
-
-@cache
 def catalogue() -> dict[str, Optimization]:
     """Every optimisation by its name, families together."""
-    families = {name: tables for name, tables in _file().items() if name != "study"}
+    families = {name: tables for name, tables in shipped(FILE).items() if name != "study"}
     return {table["name"]: _entry(family, table) for family, tables in families.items() for table in tables}
 
 
@@ -234,7 +229,7 @@ def study(name: str, workload: str = "pretrain") -> tuple[StudyPart, ...]:
 
     A guide's study starts in the state that the guide describes and takes its changes in its order; what the guide
     does not mention comes last. A workload's study starts with every switch of its list off."""
-    studies, parts = _file()["study"], []
+    studies, parts = shipped(FILE)["study"], []
     for table in studies[name if name.startswith("seeds/") and name in studies else workload]:
         rest = {key: value for key, value in table.items() if key != "start"}
         part = build(StudyPart, rest, f"catalogue.toml: study {name}")

@@ -12,9 +12,12 @@ import os
 import re
 import shutil
 import stat
+import tomllib
 from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from redline.errors import DataError, RedlineError, StorageError
 
@@ -152,6 +155,12 @@ def sync_path(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@cache
+def shipped(path: str) -> dict[str, Any]:
+    """A TOML file of the package, such as `record/events.toml`."""
+    return tomllib.loads((files("redline") / path).read_text(encoding="utf-8"))
 
 
 def cache_folder() -> Path:

@@ -5,16 +5,13 @@
 The sentences stand in events.toml.
 """
 
-import tomllib
 from contextlib import suppress
-from importlib.resources import files
 from typing import Any
 
+from redline.record.files import shipped
 from redline.record.units import fact, named
 
-WORDS: dict[str, list[str]] = tomllib.loads(
-    (files("redline.record") / "events.toml").read_text(encoding="utf-8")
-)
+WORDS: dict[str, list[str]] = shipped("record/events.toml")
 _VALIDATION = {
     "valid_perplexity": "perplexity {:.2f} per token",
     "valid_word_perplexity": "{:,.1f} per word",

@@ -71,7 +71,9 @@ class Memory:
     @property
     def error(self) -> float | None:
         """How far the prediction is above what was seen, as a share."""
-        return self.predicted_bytes / self.seen_bytes - 1 if self.predicted_bytes and self.seen_bytes else None
+        return (
+            self.predicted_bytes / self.seen_bytes - 1 if self.predicted_bytes and self.seen_bytes else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

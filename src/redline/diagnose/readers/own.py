@@ -62,10 +62,8 @@ def _plan_and_recipe(run: read.Run) -> tuple[Recipe | None, Plan | None, tuple[s
     try:
         return from_toml(run.recipe_text, where="recipe.toml"), from_json(run.plan, where="plan.json"), ()
     except ConfigError as error:
-        missing = [
-            name for name, read in (("recipe.toml", run.recipe_text), ("plan.json", run.plan)) if not read
-        ]
-        why = f"there is no {missing[0]}" if missing else str(error)
+        missing = "recipe.toml" if not run.recipe_text else "plan.json" if not run.plan else ""
+        why = f"there is no {missing}" if missing else str(error)
         why = "this is an RFT run" if (run.path / "samples.db").exists() else why
         return None, None, (f"nothing is said about the plan of pre-training: {why}",)
 

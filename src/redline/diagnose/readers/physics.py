@@ -29,10 +29,10 @@ _ONE_GPU = re.compile(r"\s?\bper (?:gpu|device|chip)\b")
 Known = dict[str, Any]
 
 
-def whole(value: float, *, near: float = NEAR) -> float | None:
+def whole(value: float) -> float | None:
     """The whole number that a ratio stands for."""
-    rounded = float(round(value)) if 1 - near <= value < 1e7 else 0.0
-    return rounded if rounded and abs(value / rounded - 1) <= near else None
+    rounded = float(round(value)) if 1 - NEAR <= value < 1e7 else 0.0
+    return rounded if rounded and abs(value / rounded - 1) <= NEAR else None
 
 
 def rows(value: float) -> float | None:
