@@ -21,6 +21,7 @@ from redline.data.stream import TokenStream
 from redline.data.tokenizer import Tokenizer
 from redline.errors import ConfigError, DataError
 from redline.model.transformer import Transformer
+from redline.plan.arithmetic import VALIDATION_CHUNKS
 from redline.train.execution import eagerly
 from redline.train.process import Process
 from redline.train.restore import Opened
@@ -76,9 +77,8 @@ def held_out_loss(
 
 @contextmanager
 def _in_pieces(model: Transformer) -> Iterator[None]:
-    """Compute logits in pieces: in fp32 they must not take more memory than training."""
     chunks = model.loss_chunks
-    model.loss_chunks = max(8, chunks)
+    model.loss_chunks = max(VALIDATION_CHUNKS, chunks)
     try:
         yield
     finally:

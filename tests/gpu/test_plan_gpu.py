@@ -27,7 +27,7 @@ def test_small_passes_are_as_slow_as_predicted(compile_mode: str) -> None:
     off = []
     with Child("expandable_segments:True") as child:
         for micro_batch in (1, 2, 4, 8, 16, 32, 64):
-            pins = (f"plan.micro_batch={micro_batch}", f"plan.compile={compile_mode}")
+            pins = (f"plan.micro_batch={micro_batch}", f"plan.compile={compile_mode}", "plan.graph=false")
             recipe = load_recipe("gpt2-124m", [*DATA, "train.batch_size=64", *pins])
             plan = make_plan(recipe, hardware)
             predicted = plan.prediction.attainable_tokens_per_s

@@ -31,6 +31,7 @@ SMALL = [
     "data.seq_len=256",
     "train.lr=5e-4",  # a smooth run: near the edge of stability any rounding grows
     "train.warmup_steps=0",
+    "plan.graph=false",  # longer runs of this size are captured; tests that want it say so
 ]
 
 
@@ -108,6 +109,18 @@ def test_a_captured_run_trains_like_an_eager_one(tmp_path: Path, how: tuple[str,
     assert [event["graphs"] for event in events if event["event"] == "captured"] == [1] * sizes
 
 
+def test_a_run_of_short_updates_is_captured_by_rule(tmp_path: Path) -> None:
+    """With the phases of an update inside the graph, and the validation beside it."""
+    how = ("plan.compile=off", "train.steps=300", "train.eval_every=150", "train.checkpoint_every=0")
+    eager = train(tmp_path / "eager", *how)
+    lines = train(tmp_path / "rule", *how, "plan.graph=none")
+    events = [event["event"] for event in read_lines(tmp_path / "rule" / "events.jsonl")]
+    assert events.count("captured") == 1
+    assert "validation_out_of_memory" not in events
+    assert not [line for line in lines if "forward_s" in line]
+    assert lines[-1]["valid_loss"] == pytest.approx(eager[-1]["valid_loss"], rel=2e-2)
+
+
 def test_fp8_trains_like_bf16(reference: list[dict[str, Any]], tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < (8, 9):
@@ -182,6 +195,7 @@ def peak_bytes(run: Path, name: str, *overrides: str) -> tuple[int, int]:
     micro = int(overrides[0].partition("=")[2])
     common = ["data.source=tinyshakespeare", "data.valid_fraction=0", "train.eval_every=0", "train.steps=3"]
     common += [f"train.batch_size={2 * micro}", "train.warmup_steps=0", "plan.compile=default"]
+    common += ["plan.graph=false"]
     recipe = load_recipe(name, [*common, *overrides])
     plan = make_plan(recipe, hardware_here(read_facts(), None))
     gc.collect()

@@ -92,7 +92,7 @@ def _wrong(child: Child, name: str, sets: list[str], limit_bytes: int) -> list[s
 
 def _reading(child: Child, name: str, sets: list[str], size: int, limit_bytes: int) -> Measurement:
     """Two updates of two passes in a part of the GPU's memory."""
-    pins = (f"plan.micro_batch={size}", "plan.recompute=none", "plan.loss_chunks=1")
+    pins = (f"plan.micro_batch={size}", "plan.recompute=none", "plan.loss_chunks=1", "plan.graph=false")
     trial = train_trial(*planned(name, *sets, *pins), TWO_STEPS)
     setting = {**trial.setting, "memory_limit_bytes": limit_bytes}
     return measure(replace(trial, subject="limited_training:Limited", setting=setting), child)
@@ -139,7 +139,7 @@ def test_the_tuners_plan_is_near_that_of_an_exhaustive_search(tmp_path: Path) ->
 @pytest.mark.timing
 def test_the_same_plan_against_itself_shows_no_change() -> None:
     """Ten times over; one in twenty may be mistaken."""
-    recipe, plan = planned("gpt2-124m", "train.batch_size=64", "plan.micro_batch=32")
+    recipe, plan = planned("gpt2-124m", "train.batch_size=64", "plan.micro_batch=32", "plan.graph=false")
     trial = train_trial(recipe, plan, Timing(block_s=0.25))
     with Child(plan.allocator) as one, Child(plan.allocator) as other:
         arms = [Arm(trial, child, time.monotonic) for child in (one, other)]

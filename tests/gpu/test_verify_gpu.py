@@ -18,7 +18,7 @@ from redline.train.restore import with_shape
 from redline.tune.verify import Check, verify
 
 SHAPE = ["model.num_layers=2", "model.hidden_size=256", "model.num_heads=4", "model.ffn_size=512", "model.context_length=256",
-         "data.seq_len=256", "train.batch_size=8", "model.vocab_size=1024"]  # fmt: skip
+         "data.seq_len=256", "train.batch_size=8", "model.vocab_size=1024", "plan.graph=false"]  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,6 +72,14 @@ def test_an_honest_plan_passes(pins: tuple[str, ...]) -> None:
     found = checks(*pins)
     assert failed(found) == {}
     assert found["CUDA graphs of generation"].status == "passed"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["off", "default"])
+def test_an_honest_captured_update_passes(mode: str) -> None:
+    found = checks("plan.precision=bf16", f"plan.compile={mode}", "plan.graph=true")
+    assert failed(found) == {}
+    assert found["CUDA graph of the update"].status == found["loss and gradients"].status == "passed"
 
 
 @pytest.mark.gpu

@@ -110,7 +110,11 @@ def test_every_shipped_recipe_on_every_gpu_fits_by_its_own_prediction_or_is_refu
     if recipe.workload == "pretrain":
         assert plan.prediction.ceiling_tokens_per_s >= plan.prediction.attainable_tokens_per_s > 0
     assert (plan.slots > 0) == (recipe.workload in ("rft", "rl"))
-    assert plan.graph == (recipe.workload in ("finetune", "rft") and plan.precision != "fp16")
+    if recipe.workload != "pretrain":
+        assert plan.graph == (recipe.workload in ("finetune", "rft") and plan.precision != "fp16")
+    elif plan.graph:
+        assert plan.precision == "bf16"
+        assert plan.prediction.memory_bytes <= hardware.memory_bytes / 2
 
 
 def test_the_issue_s_gpus_all_take_gpt2_and_the_large_model_needs_more_than_a_t4():
@@ -285,11 +289,85 @@ def test_passes_divide_the_smallest_batch_of_a_ramp():
 def test_a_captured_update_is_for_one_gpu_and_keeps_torchs_allocator():
     plan = make_plan(pinned(GPT2, graph=True), gpu())
     assert (plan.graph, plan.allocator) == (True, "")
-    assert "plan.graph=true" in make_plan(GPT2, gpu()).why["graph"].reason
-    assert "plan.graph=true" not in make_plan(GPT2, CPU).why["graph"].reason
     for hardware, world_size in ((gpu(), 2), (CPU, 1)):
         with pytest.raises(ConfigError, match="captured updates need one process with a GPU"):
             make_plan(pinned(GPT2, graph=True), hardware, world_size=world_size)
+
+
+H200 = gpu("h200-141g")
+
+
+def captured(*sets: str, hardware: Hardware = H200, **given: Any) -> tuple[bool, str]:
+    """Whether and why a speedrun of these values is captured: 12 layers of width 768, sequences of 1,024 tokens, Muon."""
+    plan = make_plan(load_recipe("speedrun/3min", sets), hardware, **given)
+    return plan.graph, plan.why["graph"].reason
+
+
+def layers(count: int, width: int, rows: int) -> list[str]:
+    sizes = {"num_layers": count, "hidden_size": width, "num_heads": width // 128, "ffn_size": 4 * width}
+    return [*(f"model.{name}={size}" for name, size in sizes.items()), f"train.batch_size={rows}"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "faster"),
+    [((8, 512, 16), True), ((6, 768, 16), True), ((8, 512, 32), False), ((12, 768, 64), False)],
+)
+def test_an_update_is_captured_where_it_was_seen_to_pay(shape, faster):
+    """LOG.md: 26.1 to 15.5 ms, 25.1 to 20.7, 27.7 to 27.6 on an H200, with the FP8 head. Both times are in the reason."""
+    found, reason = captured(*layers(*shape), "plan.cross_entropy=fp8")
+    assert found == faster, reason
+    gpu_ms, host_ms = map(float, re.findall(r"([\d.]+) ms", reason))
+    assert (gpu_ms < host_ms) == faster
+
+
+def test_large_models_and_batches_are_not_captured():
+    for name in ("gpt2-124m", "gpt-1.3b"):
+        assert not make_plan(load_recipe(name), H200).graph
+
+
+@pytest.mark.parametrize(
+    ("sets", "given", "why"),
+    [
+        (["plan.graph=false"], {}, "pinned in the recipe"),
+        ([], {"hardware": CPU}, "one process with a GPU"),
+        ([], {"world_size": 2}, "one process with a GPU"),
+        ([], {"hardware": replace(H200, peak_tflops={}, measured_tflops={})}, "not known"),
+        ([], {"hardware": replace(H200, memory_bytes=8 * 2**30)}, r"keep the memory .*: \d\.\d of 8\.0 GiB"),
+        ([], {"outside": Outside(environment={}, prefer="memory")}, "keep the memory"),
+        (["plan.precision=fp32"], {}, "bf16"),
+        (["plan.recompute=full"], {}, "no recomputation"),
+        (["train.steps=20"], {}, "in 20 updates"),
+        (["plan.micro_batch=1"], {}, "16 passes"),
+    ],
+)
+def test_what_keeps_a_short_update_from_being_captured(sets, given, why):
+    short = layers(8, 512, 16)
+    assert captured(*short)[0]
+    found, reason = captured(*short, *sets, **given)
+    assert not found
+    assert re.search(why, reason), reason
+
+
+def test_a_slow_host_and_small_passes_are_captured_sooner():
+    assert not captured(*layers(8, 512, 32))[0]
+    assert captured(*layers(8, 512, 32), hardware=replace(H200, launch_latency_s=30e-6))[0]
+    assert captured(*layers(8, 512, 32), "train.batch_ramp_steps=10")[0]  # in passes of 8
+    assert captured(*layers(8, 512, 32), outside=in_environment(A100_BATCH_SIZE="8"))[0]
+
+
+def test_a_validation_beside_a_graph_is_in_the_prediction():
+    """Its pieces of logits, in fp32 beside bf16 without the fused kernel; an eager run computes them in memory that is free."""
+    sets = [*layers(8, 512, 16), "plan.cross_entropy=torch", "train.eval_every=0"]
+    need = {
+        (graph, part): make_plan(
+            load_recipe("speedrun/3min", [*sets, f"plan.graph={graph}", f"data.valid_fraction={part}"]), H200
+        ).prediction.memory_bytes
+        for graph in ("true", "false")
+        for part in (0.0, 0.1)
+    }
+    assert need["false", 0.1] == need["false", 0.0] == need["true", 0.0]
+    logits = 16 * 1024 // 8 * 50304 * (2 + 8)
+    assert logits < need["true", 0.1] - need["true", 0.0] < 1.3 * logits
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 instruments' lines."""
 
 import copy
+import gc
 import math
 import time
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +20,7 @@ from torch import Tensor
 from redline.config.load import load_recipe
 from redline.config.recipe import IGNORED, ModelConfig, TrainConfig
 from redline.data.loader import Batch
-from redline.errors import CheckpointError
+from redline.errors import CheckpointError, TrainingError
 from redline.model.transformer import Transformer, build_model
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import Hardware
@@ -26,7 +29,8 @@ from redline.record.metrics import METRICS
 from redline.train.graph import Captured
 from redline.train.instruments import Instruments, Work, training_rates
 from redline.train.loop import Trainer
-from redline.train.objective import Eager, Sequences
+from redline.train.objective import Eager, Job, Sequences
+from redline.train.open_run import OpenRun
 from redline.train.optimizer import make_optimizers, state_tensors, warm_momentum
 from redline.train.process import Process
 from redline.train.step import Learner, LossScale, Update
@@ -354,6 +358,77 @@ def test_a_capture_waits_for_the_copy_of_a_checkpoint(monkeypatch: pytest.Monkey
     executor = Captured(learner, Sequences(pass_size=BATCH, share=BATCH), lambda kind, **facts: None)
     executor.take(Batch(*batch("uneven"), {}), targets=64.0, lr_factor=1.0)
     assert order == ["waited", "captured"]
+
+
+OUT_OF_MEMORY = {
+    "a pass": torch.OutOfMemoryError("injected"),
+    "the optimiser": TrainingError("out of memory while the weights were being changed"),
+    "the driver": torch.AcceleratorError("CUDA error: out of memory"),
+}
+
+
+@pytest.mark.parametrize("where", OUT_OF_MEMORY)
+def test_memory_that_runs_out_in_a_capture_halves_the_passes(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever lacked it, and what the failed capture held is free before the next one: a cycle would keep it."""
+    held: list[weakref.ref[Tensor]] = []
+
+    def capture(executor: Captured, shape: Any, pool: Any) -> tuple[Replayed, Update]:
+        assert not [one for one in held if one() is not None], "the last try's memory"
+        if shape.rows > 2:
+            activations = torch.zeros(1)
+            held.append(weakref.ref(activations))
+            cause = torch.OutOfMemoryError("injected") if where == "the optimiser" else None
+            raise copy.copy(OUT_OF_MEMORY[where]) from cause
+        graph = Replayed(executor, shape)
+        return graph, graph.outcome
+
+    monkeypatch.setattr(Captured, "_capture", capture)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    gc.collect()
+    gc.disable()
+    try:
+        (eager, _), (captured, events) = trained(graph=False), trained(graph=True)
+    finally:
+        gc.enable()
+    assert len(held) == 2
+    assert [facts["micro_batch"] for kind, facts in events if kind == "out_of_memory"] == [4, 2]
+    assert captured == pytest.approx(eager, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "error", [TrainingError("no"), torch.AcceleratorError("CUDA error: misaligned address")]
+)
+def test_another_failure_of_a_capture_is_not_taken_for_a_lack_of_memory(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def capture(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Captured, "_capture", capture)
+    with pytest.raises(type(error), match=str(error)):
+        trained(graph=True)
+
+
+def trained(*, graph: bool) -> tuple[list[float], list[tuple[str, dict[str, Any]]]]:
+    """Losses of three updates in the real loop, one batch over and over, and its events."""
+    seen = SimpleNamespace(lines=[], events=[], close=lambda: None)
+    seen.metrics, seen.event = seen.lines.append, lambda kind, facts: seen.events.append((kind, facts))
+    one = Batch(*batch("uneven"), {})
+    recipe = load_recipe("nano", [f"train.batch_size={BATCH}", "train.steps=3", "train.warmup_steps=0"])
+    job = Job(
+        recipe=recipe,
+        plan=replace(make_plan(recipe, CPU), graph=graph),
+        steps=3,
+        model=build_model(CONFIG, device="cpu", seed=3),
+        source=lambda position, done: SimpleNamespace(waited_s=0.0, next=lambda: one, close=lambda: None),
+        objective=Sequences(pass_size=BATCH, share=BATCH),
+        data_fingerprint="",
+        opened=OpenRun(None, None, [seen]),
+    )
+    Trainer(job, ALONE).run()
+    return [line["loss"] for line in seen.lines], seen.events
 
 
 def test_a_blank_pass_counts_for_nothing() -> None:

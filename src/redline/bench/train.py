@@ -184,7 +184,8 @@ def loop(setting: dict[str, Any]) -> Iterator[BenchRow]:
     device = trainer.process.device
     first = trainer.source.next()
     inputs, targets = (t.to(device) for t in (first.inputs_BT, first.targets_BT))
-    batch = replace(first, inputs_BT=inputs, targets_BT=targets)
+    # a captured update copies its rows from the host in any case
+    batch = first if plan.graph else replace(first, inputs_BT=inputs, targets_BT=targets)
 
     def bare_step() -> None:
         trainer.executor.take(batch, targets=float(recipe.tokens_per_step), lr_factor=1.0)

@@ -207,6 +207,8 @@ FEEDBACK_PIECE_BYTES = 16 * 2**20
 """Of a random matrix that feedback alignment draws at a time, in fp32."""
 FEEDBACK_LOGITS = 2**25
 """Logits whose error feedback alignment computes at a time, in fp32."""
+VALIDATION_CHUNKS = 8
+"""Pieces in which a validation computes its logits, at least: in fp32 they must not take more memory than training."""
 CUBLAS_BYTES = 64 * 2**20
 """Workspaces that cuBLAS takes from torch's allocator on Hopper."""
 
@@ -331,6 +333,15 @@ def _head_bytes(model: ModelConfig, tokens: int, precision: str, chunks: int, fu
     a, V, D = BYTES[precision], model.vocab_size, model.hidden_size
     logits = -(-tokens // chunks) * V * (a if fused else a + (12 if model.logit_cap else 8))
     return logits + tokens * D * 4 * a + (2 * a * V * D if a == 2 else 4 * V * D)
+
+
+def validation_bytes(model: ModelConfig, values: Mapping[str, Any], tokens: int) -> int:
+    """A pass without gradients, eager and with logits in pieces as evaluate.py has it: one block, or the head."""
+    precision, fused = values["precision"], values["cross_entropy"] != "torch"
+    block = tokens * kept_bytes(model, precision, "none", fused=False)
+    return max(
+        block, _head_bytes(model, tokens, precision, max(VALIDATION_CHUNKS, values["loss_chunks"]), fused)
+    )
 
 
 def _workspace_bytes(

@@ -17,7 +17,7 @@ from redline.plan import arithmetic
 from redline.plan.bounds import Decision, Outside, bounded_slots, positive
 from redline.plan.plan import Hardware, Plan, Prediction, Why
 from redline.plan.predict import MEMORY_SHARE, RL_GENERATION_SHARE, longest_row, predicted_memory, shards_of
-from redline.plan.roofline import attainable_tokens_per_s
+from redline.plan.roofline import attainable_tokens_per_s, captured_pays
 from redline.plan.values import NEEDED_CAPABILITY, why_not
 
 FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
@@ -30,6 +30,8 @@ MOST_SLOTS = {"cuda": 2048, "cpu": 64}
 GENERATION_SHARE = 0.85
 """Share of the memory free when the engine opens; the rest is for activations, graphs and later allocations."""
 ONE_GPU = "captured updates need one process with a GPU"
+GRAPH_MEMORY_SHARE = 0.5
+"""Of the memory, up to which a rule lets a graph keep its activations for itself beside all else."""
 COMPILE_PAYS_S = 120.0
 """Compiling takes 10 to 60 s; a run whose updates are predicted to be shorter than this is not worth it."""
 ROLLOUT_SHARE = 0.1
@@ -50,11 +52,11 @@ def make_plan(
     decide.supported(decide.pinned("precision", decide.precision))
     decide.pinned("attention", decide.attention)
     decide.pinned("compile", decide.compile)
-    decide.capturable(decide.pinned("graph", decide.graph))
     decide.possible("cross_entropy", decide.pinned("cross_entropy", decide.cross_entropy))
     decide.pinned("update", decide.update)
     decide.record("slots", decide.slots())  # before the batch: in RL they share the memory
     decide.dividing(decide.pinned("shards", decide.shards))
+    decide.capturable(decide.pinned("graph", decide.graph))
     decide.batch()
     decide.pinned("loader_threads", decide.loader_threads)
     decide.pinned("prefetch", decide.prefetch)
@@ -219,10 +221,29 @@ class _Decider:
         if (why := why_not("graph", True, self.recipe, self.hardware, self.chosen)) is not None:
             return _rule(False, why)
         if self.pretraining:
-            return _rule(
-                False, "most batches leave no gaps between kernels; for small ones try plan.graph=true"
-            )
+            return _rule(*self._short_update())
         return _rule(True, "a small update is bound by kernel launches: one instead of thousands")
+
+    def _short_update(self) -> tuple[bool, str]:
+        """Whether a pre-training update is captured, and why: where launches would hold it up and memory is plentiful."""
+        pins, share = self.recipe.plan, self.recipe.smallest_update
+        plain = self.chosen["precision"] == "bf16" and self.recipe.model.attention == "softmax"
+        if not plain or pins.recompute not in (None, "none"):
+            return (
+                False,
+                "measured for pre-training in bf16 with softmax attention and no recomputation alone",
+            )
+        forced = self._forced_micro_batch(share)
+        micro = forced[0] if forced else self._sizes(share)[0]
+        chunks = pins.loss_chunks or 1
+        values = {**self.chosen, "micro_batch": micro, "recompute": "none", "loss_chunks": chunks}
+        pays, why = captured_pays(self.recipe, self.hardware, values)
+        need = predicted_memory(self.recipe, self.hardware, 1, {**values, "graph": True}).total
+        have = self.hardware.memory_bytes
+        if pays and (need > GRAPH_MEMORY_SHARE * have or self.outside.prefer == "memory"):
+            keeps = f"{need / 2**30:.1f} of {have / 2**30:.1f} GiB by prediction"
+            return False, f"{why}, but it would keep the memory of its activations: {keeps}"
+        return pays, why
 
     def shards(self) -> Decision:
         return _rule(*shards_of(self.recipe, self.hardware, self.world_size, self.nodes, self.chosen))
@@ -247,11 +268,7 @@ class _Decider:
             name: self._forced_micro_batch(share) if name == "micro_batch" else self._pin(name)
             for name in ("micro_batch", "recompute", "loss_chunks")
         }
-        limit = FULL_PASS_TOKENS[self.hardware.kind]
-        seq_len = longest_row(self.recipe)
-        sizes = [d for d in range(min(share, max(1, limit // seq_len)), 0, -1) if share % d == 0]
-        if (profile := self.outside.profile) is not None:
-            sizes = [d for d in sizes if d <= profile.micro_batch] or [1]
+        seq_len, sizes = longest_row(self.recipe), self._sizes(share)
         ways = [
             (micro, recompute, chunks)
             for recompute, chunks in (("none", 1), ("none", 8), ("selective", 8), ("full", 8))
@@ -270,6 +287,14 @@ class _Decider:
             best = min(wide or fitting, key=lambda way: self._memory(*way).total)
         self._explain(best, pins, share)
         return best[0]
+
+    def _sizes(self, share: int) -> list[int]:
+        """Micro-batches that divide the share, the largest first."""
+        limit = FULL_PASS_TOKENS[self.hardware.kind] // longest_row(self.recipe)
+        sizes = [d for d in range(min(share, max(1, limit)), 0, -1) if share % d == 0]
+        if (profile := self.outside.profile) is not None:
+            sizes = [d for d in sizes if d <= profile.micro_batch] or [1]
+        return sizes
 
     def _forced_micro_batch(self, share: int) -> Decision | None:
         """A100_BATCH_SIZE / A100_GRAD_ACCUM, or the pin; it must divide the batch."""

@@ -6,7 +6,16 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from redline.config.recipe import Recipe
-from redline.plan.arithmetic import BYTES, Memory, adapter_parameters, fuses, memory, parameters, slot_bytes
+from redline.plan.arithmetic import (
+    BYTES,
+    Memory,
+    adapter_parameters,
+    fuses,
+    memory,
+    parameters,
+    slot_bytes,
+    validation_bytes,
+)
 from redline.plan.plan import Hardware, Plan
 
 MEMORY_SHARE = 0.92
@@ -32,13 +41,19 @@ def predicted_memory(
 ) -> Memory:
     """What a plan of these values should take on one device; in RL with the engine and the models beside it."""
     cuda, precision = hardware.kind == "cuda", values["precision"]
+    tokens = values["micro_batch"] * longest_row(recipe)
     training = memory(
         recipe,
         values,
-        tokens=values["micro_batch"] * longest_row(recipe),
+        tokens=tokens,
         accumulation=recipe.rows_per_update // world_size // values["micro_batch"],
         fused=fuses(compiled=values["compile"] != "off", cuda=cuda, precision=precision),
     )
+    if recipe.workload == "pretrain" and values["graph"] and recipe.data.valid_fraction:
+        # A graph keeps the memory of its activations, so a validation finds none of it free.
+        return replace(
+            training, workspace=training.workspace + validation_bytes(recipe.model, values, tokens)
+        )
     if recipe.rl is None:
         return training
     generation = generation_bytes(recipe, values["slots"], precision, world_size, longest_row(recipe))
@@ -70,7 +85,7 @@ def shards_of(
     if nodes == 1:
         return world_size, "one node: all processes hold one copy of weights and optimiser state together"
     own = world_size // nodes
-    least = {**values, "shards": own, "micro_batch": 1, "recompute": "full", "loss_chunks": 1}
+    least = {**values, "graph": False, "shards": own, "micro_batch": 1, "recompute": "full", "loss_chunks": 1}
     found = predicted_memory(recipe, hardware, world_size, least)
     kept = found.weights + found.gradients + found.optimizer + found.companions
     usable = MEMORY_SHARE * hardware.memory_bytes

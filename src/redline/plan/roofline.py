@@ -28,6 +28,13 @@ LAUNCHES_A_LAYER = 125
 compiled, took 16 ms a pass where a launch took 10.3 us (benchmarks/closed-loop)."""
 LAUNCH_S = 10e-6
 """One launch where none was measured: the host of the H200 above."""
+UPDATE_LAUNCHES = 1_200
+"""The same of what comes once an update: clipping, the optimiser, the loop. With Muon, updates of 8 and 6 layers took that
+host 26.1 and 25.1 ms, 16 to 18 ms more than their passes; less is taken here, for AdamW and faster Muons (LOG.md)."""
+CAPTURE_S = 2.0
+"""What capturing an update costs at the start of a run, at most (an H200: 1 to 2 s)."""
+MOST_CAPTURED_PASSES = 8
+"""In one graph, unless it is pinned: each adds a thousand kernels to what is captured and kept."""
 FILL_S, RATED_TOKENS = 0.31e-3, 65_536
 """GPU seconds of a layer that a small pass loses, as kernels start and drain. The rates above contain it at
 RATED_TOKENS. Fitted on an H200 to 124M at micro-batch 8, 32 and 128 against 64 (LOG.md)."""
@@ -53,6 +60,26 @@ def attainable_tokens_per_s(
 def launch_s(recipe: Recipe, hardware: Hardware) -> float:
     """What the host of a GPU needs to launch one pass: no pass is faster, however few its tokens."""
     return LAUNCHES_A_LAYER * recipe.model.num_layers * (hardware.launch_latency_s or LAUNCH_S)
+
+
+def captured_pays(recipe: Recipe, hardware: Hardware, values: dict[str, Any]) -> tuple[bool, str]:
+    """Whether pre-training on one GPU is faster with its updates as a CUDA graph, because the host would hold them up, and
+    why."""
+    passes = recipe.rows_per_update // values["micro_batch"]
+    if passes > MOST_CAPTURED_PASSES:
+        return False, f"an update of {passes} passes is too large for one graph"
+    speed = attainable_tokens_per_s(recipe, hardware, 1, {**values, "graph": True})
+    if speed is None:
+        return False, "how long an update takes this GPU is not known: its rates are missing"
+    once_s = UPDATE_LAUNCHES * (hardware.launch_latency_s or LAUNCH_S)
+    gpu_s, host_s = recipe.tokens_per_step / speed, passes * launch_s(recipe, hardware) + once_s
+    gpu, host = (f"{seconds * 1e3:,.1f} ms" for seconds in (gpu_s, host_s))
+    times = f"an update should take the GPU {gpu} and the host {host} to launch"
+    if gpu_s >= host_s:
+        return False, f"{times}, so the GPU does not wait"
+    if (host_s - gpu_s) * recipe.train.steps < CAPTURE_S:
+        return False, f"{times}; in {recipe.train.steps} updates that is less than capturing takes"
+    return True, f"{times} kernel by kernel; as one graph it is a single launch"
 
 
 def launch_bound(recipe: Recipe, plan: Plan) -> bool:

@@ -18,10 +18,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from redline.errors import TrainingError
 from redline.train.objective import Capturable
 from redline.train.optimizer import AdamW, Muon
 from redline.train.step import Learner, Pass, Update, update
 from redline.train.workspace import Workspace, workspace_of
+
+OUT_OF_MEMORY = "CUDA error: out of memory"
+"""How torch words the driver's lack of it."""
+
+
+@contextmanager
+def _short_of_memory() -> Iterator[None]:
+    """Inside, every lack of memory is an OutOfMemoryError, after which the loop tries smaller passes: the optimiser's too,
+    because no weight has changed yet, and the driver's, which makes a graph outside of torch's allocator."""
+    try:
+        yield
+    except (TrainingError, torch.AcceleratorError) as error:
+        if not isinstance(error.__cause__, torch.OutOfMemoryError) and OUT_OF_MEMORY not in str(error):
+            raise
+        # A new one: the cause, raised again, would refer to itself and keep the memory until the collector comes.
+        raise torch.OutOfMemoryError(str(error)) from error
 
 
 class Captured:
@@ -39,7 +56,8 @@ class Captured:
         self.before_update()  # and before a capture: its warm-up writes to Muon's weights, if only the same bits
         rows = self.objective.rows(batch)
         if rows[0][1] not in self.graphs:
-            self._capture_all(self.objective.shapes_from(batch))
+            with _short_of_memory():
+                self._capture_all(self.objective.shapes_from(batch))
         rates = [(group["peak_lr"] * lr_factor, group.get("momentum", 0.0)) for group in self.groups]
         scalars = np.array([targets, *(number for pair in rates for number in pair)], dtype=np.float32)
         words = np.concatenate([scalars.view(np.int32), *(row for row, _ in rows)])
@@ -100,10 +118,13 @@ class Captured:
     def _capture(self, shape: Any, pool: Any) -> tuple[torch.cuda.CUDAGraph, Update]:
         self._warm_up(shape)
         torch.cuda.empty_cache()  # the graph's memory is its own, and what the warm-up left cached would be missing
-        graph = torch.cuda.CUDAGraph()
-        # The thread that writes a checkpoint may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            outcome = self._update(self.learner, shape)
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # The thread that writes a checkpoint may call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                outcome = self._update(self.learner, shape)
+        finally:
+            torch.cuda.set_stream(here)  # torch leaves its own in place if the end of a capture fails
         return graph, outcome
 
     def _update(self, learner: Learner, shape: Any) -> Update:
