@@ -298,7 +298,7 @@ H200 = gpu("h200-141g")
 
 
 def captured(*sets: str, hardware: Hardware = H200, **given: Any) -> tuple[bool, str]:
-    """Whether and why a speedrun of these values is captured: 12 layers of width 768, sequences of 1,024 tokens, Muon."""
+    """Whether and why a speedrun of these values is captured: Muon, sequences of 1,024 tokens."""
     plan = make_plan(load_recipe("speedrun/3min", sets), hardware, **given)
     return plan.graph, plan.why["graph"].reason
 
@@ -313,7 +313,7 @@ def layers(count: int, width: int, rows: int) -> list[str]:
     [((8, 512, 16), True), ((6, 768, 16), True), ((8, 512, 32), False), ((12, 768, 64), False)],
 )
 def test_an_update_is_captured_where_it_was_seen_to_pay(shape, faster):
-    """LOG.md: 26.1 to 15.5 ms, 25.1 to 20.7, 27.7 to 27.6 on an H200, with the FP8 head. Both times are in the reason."""
+    """On an H200 with the FP8 head: 26.1 to 15.5 ms, 25.1 to 20.7, 27.7 to 27.6 (docs/decisions.md)."""
     found, reason = captured(*layers(*shape), "plan.cross_entropy=fp8")
     assert found == faster, reason
     gpu_ms, host_ms = map(float, re.findall(r"([\d.]+) ms", reason))
@@ -335,7 +335,7 @@ def test_large_models_and_batches_are_not_captured():
         ([], {"hardware": replace(H200, memory_bytes=8 * 2**30)}, r"keep the memory .*: \d\.\d of 8\.0 GiB"),
         ([], {"outside": Outside(environment={}, prefer="memory")}, "keep the memory"),
         (["plan.precision=fp32"], {}, "bf16"),
-        (["plan.recompute=full"], {}, "no recomputation"),
+        (["plan.recompute=full"], {}, "without recomputation"),
         (["train.steps=20"], {}, "in 20 updates"),
         (["plan.micro_batch=1"], {}, "16 passes"),
     ],
@@ -356,7 +356,7 @@ def test_a_slow_host_and_small_passes_are_captured_sooner():
 
 
 def test_a_validation_beside_a_graph_is_in_the_prediction():
-    """Its pieces of logits, in fp32 beside bf16 without the fused kernel; an eager run computes them in memory that is free."""
+    """Its pieces of logits, in bf16 and twice in fp32; an eager run computes them in memory that is free then."""
     sets = [*layers(8, 512, 16), "plan.cross_entropy=torch", "train.eval_every=0"]
     need = {
         (graph, part): make_plan(

@@ -266,7 +266,7 @@ class PlanPins:
     """Sequences or examples in one forward and backward pass on one process."""
     compile: Compile | None = None
     graph: bool | None = None
-    """The whole update as one CUDA graph (fine-tuning)."""
+    """The whole update as one CUDA graph, on one GPU."""
     recompute: Recompute | None = None
     """Activation checkpointing."""
     attention: Attention | None = None

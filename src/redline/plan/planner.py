@@ -225,14 +225,11 @@ class _Decider:
         return _rule(True, "a small update is bound by kernel launches: one instead of thousands")
 
     def _short_update(self) -> tuple[bool, str]:
-        """Whether a pre-training update is captured, and why: where launches would hold it up and memory is plentiful."""
+        """Whether a pre-training update is captured, and why: if launches would hold it up and memory is ample."""
         pins, share = self.recipe.plan, self.recipe.smallest_update
         plain = self.chosen["precision"] == "bf16" and self.recipe.model.attention == "softmax"
         if not plain or pins.recompute not in (None, "none"):
-            return (
-                False,
-                "measured for pre-training in bf16 with softmax attention and no recomputation alone",
-            )
+            return False, "measured only in bf16, with softmax attention and without recomputation"
         forced = self._forced_micro_batch(share)
         micro = forced[0] if forced else self._sizes(share)[0]
         chunks = pins.loss_chunks or 1

@@ -29,8 +29,9 @@ compiled, took 16 ms a pass where a launch took 10.3 us (benchmarks/closed-loop)
 LAUNCH_S = 10e-6
 """One launch where none was measured: the host of the H200 above."""
 UPDATE_LAUNCHES = 1_200
-"""The same of what comes once an update: clipping, the optimiser, the loop. With Muon, updates of 8 and 6 layers took that
-host 26.1 and 25.1 ms, 16 to 18 ms more than their passes; less is taken here, for AdamW and faster Muons (LOG.md)."""
+"""The same of what comes once an update: clipping, the optimiser, the loop. With Muon, updates of 8 and 6 layers
+took that host 26.1 and 25.1 ms (docs/decisions.md), 16 to 18 ms more than their passes. Taken lower, because AdamW
+launches less."""
 CAPTURE_S = 2.0
 """What capturing an update costs at the start of a run, at most (an H200: 1 to 2 s)."""
 MOST_CAPTURED_PASSES = 8
@@ -63,8 +64,7 @@ def launch_s(recipe: Recipe, hardware: Hardware) -> float:
 
 
 def captured_pays(recipe: Recipe, hardware: Hardware, values: dict[str, Any]) -> tuple[bool, str]:
-    """Whether pre-training on one GPU is faster with its updates as a CUDA graph, because the host would hold them up, and
-    why."""
+    """Whether the host would hold up pre-training on one GPU, so that a CUDA graph of its update pays, and why."""
     passes = recipe.rows_per_update // values["micro_batch"]
     if passes > MOST_CAPTURED_PASSES:
         return False, f"an update of {passes} passes is too large for one graph"
