@@ -14,8 +14,9 @@ from redline.bench.results import BenchRow
 from redline.cli.bench import ARMS
 from redline.config.load import load_recipe
 from redline.machine.facts import read_facts
-from redline.plan.hardware import hardware_here
+from redline.plan.hardware import hardware_as, hardware_here
 from redline.plan.planner import make_plan
+from redline.record.units import format_duration
 from redline.train.process import join
 
 
@@ -56,6 +57,17 @@ def test_the_arm_of_plain_pytorch_trains(tmp_path: Path, nano: Nano, monkeypatch
         step = bench._plain_step(recipe, plan, process)
         losses = [float(step().numbers["loss"]) for _ in range(8)]
     assert losses[-1] < losses[0], "the same batch again and again is learned"
+
+
+def test_an_arm_says_beforehand_what_it_will_do() -> None:
+    recipe = load_recipe("gpt2-124m")
+    plan = make_plan(recipe, hardware_as("h100-80g", 8))
+    rate, setting = plan.prediction.attainable_tokens_per_s, {"blocks": 6, "steps_per_block": 20}
+    assert rate is not None
+    told = bench._work("loop", recipe, plan, setting)
+    assert told.startswith(f"281 updates of {recipe.tokens_per_step:,} tokens, half of them bare steps, at least")
+    assert f" {format_duration(281 * recipe.tokens_per_step / rate)}, " in told
+    assert bench._work("plain", recipe, plan, setting).startswith("141 updates")
 
 
 def test_an_arm_that_runs_out_of_memory_is_tried_with_smaller_passes(monkeypatch: pytest.MonkeyPatch) -> None:

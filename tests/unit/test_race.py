@@ -182,11 +182,16 @@ def test_recipes_whose_losses_do_not_compare_are_refused_by_name(
     assert key in str(refused.value)
 
 
-def test_a_name_that_no_folder_can_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"201 characters.*\.toml file"):
-        raced(tmp_path, Trainings(), arms=(Arm("x" * 201, NANO),))
-    (lane,) = raced(tmp_path, Trainings(), arms=(Arm("x" * 200, NANO),)).lanes
-    assert len(lane.curves) == 2
+def test_a_name_that_no_folder_can_have_is_cut_there_and_whole_in_the_result(tmp_path: Path) -> None:
+    names, train = [f"nano-{'train.lr=1e-3-' * 20}{end}" for end in ("a", "b")] + ["é" * 190], Trainings()
+    arms = tuple(Arm(name, NANO) for name in names)
+    assert [lane.name for lane in raced(tmp_path, train, arms=arms).lanes] == names
+    assert len(set(train.calls)) == 6
+    assert all(call.startswith(("nano-train.lr=1e-3-train.lr=1e-3", "éééé")) for call in train.calls)
+    again = Trainings()
+    raced(tmp_path, again, arms=arms)
+    assert again.calls == []
+    assert Arm("x" * 200, NANO).place(tmp_path, 3).name == "x" * 200 + "-seed-3"
 
 
 def test_the_ladder_has_what_every_lane_reached_at_the_end() -> None:

@@ -68,13 +68,23 @@ def bench_train(
         entry: dict[str, Any] = {"recipe": asdict(recipe), "plan": to_json(plan), "arms": {}}
         for arm in arms:
             setting = {"recipe": to_toml(recipe), "blocks": blocks, "steps_per_block": steps_per_block}
-            started_s = time.monotonic()
+            name, started_s = f"{recipe.name} {plan.precision} {arm}", time.monotonic()
+            progress(f"{name}: {_work(arm, recipe, plan, setting)}")
             found = entry["arms"][arm] = _run_fitting(arm, setting, plan)
-            took_s = time.monotonic() - started_s
-            progress(f"{recipe.name} {plan.precision} {arm}: {_brief(found)}  ({took_s:.0f} s)")
+            progress(f"{name}: {_brief(found)}  ({time.monotonic() - started_s:.0f} s)")
         results.append(entry)
         path = write(out, "train", facts, {"results": results}, page(hardware, facts, results))
     return path
+
+
+def _work(arm: str, recipe: Recipe, plan: Plan, setting: dict[str, Any]) -> str:
+    """What an arm is about to do, and the least time it takes, where the plan knows a rate."""
+    timed = 2 if arm == "loop" else 1  # the loop, and the bare step beside it
+    updates = 1 + timed * (1 + setting["blocks"]) * setting["steps_per_block"]
+    rate = plan.prediction.attainable_tokens_per_s
+    least = f", at least {format_duration(updates * recipe.tokens_per_step / rate)}" if rate else ""
+    beside = ", half of them bare steps" if timed > 1 else ""
+    return f"{updates:,} updates of {recipe.tokens_per_step:,} tokens{beside}{least}, and its start"
 
 
 def _run_fitting(arm: str, setting: dict[str, Any], plan: Plan) -> BenchRow:

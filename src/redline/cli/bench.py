@@ -56,7 +56,7 @@ ARGUMENTS = {
 --data SOURCE              what to train on (default tinyshakespeare)
 --blocks N                 timed blocks of each arm (default 6)
 --steps-per-block N        updates in a block (default 5)
---arm ARM...               loop, plain or hf (default: all)
+--arm ARM...               loop (always in turns with the bare step it is compared with), plain or hf (default: all)
 {AGAINST}
 {OUT}""",
     "generate": _fixed("generate", "generation speed"),

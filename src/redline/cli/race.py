@@ -61,8 +61,7 @@ def run(options: argparse.Namespace) -> int:
     ceilings_of(facts)  # or the first run would measure them, and its start-up would count it
     tokenise(arms[0].recipe)
     result = race(arms, options.out, facts, seeds=options.seeds, train=train_in_process, progress=status)
-    folders = [options.out / f"{arm.name}-seed-0" for arm in arms]
-    if runs := [folder for folder in folders if folder.exists()]:
+    if runs := [run for arm in arms if (run := arm.place(options.out, 0)).exists()]:
         write_page(views(runs), options.out / "report.html")
     slower = slower_than(result, before) if before else []
     if options.json:

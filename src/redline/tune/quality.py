@@ -11,8 +11,6 @@ interval over the paired seeds has 90 %, so each verdict is wrong once in 20 tim
 guard compares log-probabilities.
 """
 
-import hashlib
-import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -22,7 +20,7 @@ from statistics import fmean
 from typing import Literal
 
 from redline.config.load import to_toml
-from redline.config.recipe import PlanPins, Recipe
+from redline.config.recipe import PlanPins, Recipe, fingerprint_of
 from redline.errors import ConfigError, Say
 from redline.machine.facts import MachineFacts
 from redline.measure.statistics import MarginVerdict, paired, pairs_to_tell, within
@@ -169,15 +167,15 @@ class Judge:
         """Named by what it computes and how, so that no arm trains twice; the plan holds the pins."""
         recipe = replace(recipe, plan=PlanPins())
         what = [to_toml(recipe), {name: getattr(plan, name) for name in PLANNED}]
-        arm = Arm(hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12], recipe)
-        path = self.folder / f"{arm.name}.plan.json"
+        name = fingerprint_of(what)[:12]
+        path = self.folder / f"{name}.plan.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         save(plan, path)
-        return replace(arm, plan=path)
+        return Arm(name, recipe, path)
 
     def _final(self, arm: Arm, seed: int, which: str) -> float | str:
         self.progress(f"quality, {which} the change, seed {seed + 1} of {self.seeds}")
-        found = trained(arm, self.folder / f"{arm.name}-seed-{seed}", seed, self.train, resume=True)
+        found = trained(arm, arm.place(self.folder, seed), seed, self.train, resume=True)
         if isinstance(found, str):
             return found
         self._forget_weights(arm)
@@ -191,7 +189,7 @@ class Judge:
     def _forget_weights(self, arm: Arm) -> None:
         """Gigabytes that nobody asks for once a run has its figure."""
         for seed in range(self.seeds):
-            for path in (self.folder / f"{arm.name}-seed-{seed}").rglob("checkpoints"):
+            for path in arm.place(self.folder, seed).rglob("checkpoints"):
                 shutil.rmtree(path)
 
 

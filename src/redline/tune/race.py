@@ -28,7 +28,7 @@ import numpy as np
 
 from redline.config.differences import data_of, unlike_data
 from redline.config.load import build, from_toml, to_toml
-from redline.config.recipe import Recipe
+from redline.config.recipe import Recipe, fingerprint_of
 from redline.errors import ConfigError, MachineError, Say, StorageError
 from redline.launch.processes import ERROR, LAUNCHER, PROGRAM
 from redline.machine.facts import MachineFacts, same_kind
@@ -41,7 +41,7 @@ RESULT = "race.json"
 RUNGS = 6
 """About as many losses as a table can show; the final loss of every recipe is added to them."""
 LONGEST_NAME = 200
-"""File systems hold 255 bytes, the seed and the ending of a temporary file included."""
+"""Bytes of a run folder's name without its seed. File systems hold 255, the ending of a temporary file included."""
 Train = Callable[[Path, Path, Path | None], str | None]
 """Trains the recipe in the first file to its end in the second folder, by the plan in the third if there is one; returns
 why it could not."""
@@ -52,6 +52,14 @@ class Arm:
     name: str
     recipe: Recipe
     plan: Path | None = None
+
+    def place(self, folder: Path, seed: int) -> Path:
+        """The folder of a run. If the name is too long for one, its beginning and a hash of all of it."""
+        name, long = self.name, self.name.encode()
+        if len(long) > LONGEST_NAME:
+            tail = f"-{fingerprint_of(name)[:8]}"
+            name = long[: LONGEST_NAME - len(tail)].decode(errors="ignore") + tail
+        return folder / f"{name}-seed-{seed}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ def race(
     todo = [(arm, seed) for seed in range(seeds) for arm in arms]
     for place, (arm, seed) in enumerate(todo, 1):
         progress(f"{arm.name}, seed {seed} ({place} of {len(todo)})")
-        found = trained(arm, folder / f"{arm.name}-seed-{seed}", seed, train)
+        found = trained(arm, arm.place(folder, seed), seed, train)
         if isinstance(found, str):
             failed[arm.name].append(found)
             progress(f"  failed: {found}")
@@ -144,11 +152,6 @@ def check(arms: Sequence[Arm]) -> None:
     """Refuse arms whose losses say nothing about each other, and say why."""
     first = arms[0]
     for arm in arms:
-        if len(arm.name) > LONGEST_NAME:
-            raise ConfigError(
-                f"{arm.name} is too long for a folder's name ({len(arm.name)} characters, at most {LONGEST_NAME}): write the"
-                " variant into a .toml file"
-            )
         if arm.recipe.workload != "pretrain" or not arm.recipe.train.eval_every:
             raise ConfigError(
                 f"{arm.name}: a race is between pretrain recipes that validate; give --set train.eval_every=N"
