@@ -65,7 +65,9 @@ def test_an_arm_says_beforehand_what_it_will_do() -> None:
     rate, setting = plan.prediction.attainable_tokens_per_s, {"blocks": 6, "steps_per_block": 20}
     assert rate is not None
     told = bench._work("loop", recipe, plan, setting)
-    assert told.startswith(f"281 updates of {recipe.tokens_per_step:,} tokens, half of them bare steps, at least")
+    assert told.startswith(
+        f"281 updates of {recipe.tokens_per_step:,} tokens, half of them bare steps, at least"
+    )
     assert f" {format_duration(281 * recipe.tokens_per_step / rate)}, " in told
     assert bench._work("plain", recipe, plan, setting).startswith("141 updates")
 

@@ -477,7 +477,7 @@ def test_matmul_point_counts_the_flops_it_times(dtype, monkeypatch):
 
     # CPUs without AVX-512 have no product in fp8
     monkeypatch.setattr(torch, "_scaled_mm", lambda left, right, *_, **__: left.float() @ right.float())
-    monkeypatch.setattr(measuring, "_time_cuda_s", tick)
+    monkeypatch.setattr(measuring, "time_cuda_s", tick)
     point = measuring._matmul_point(dtype, 64, 32, 16, torch.Generator().manual_seed(0), l2_bytes=10_000)
     assert point.tflops == pytest.approx(2 * 64 * 32 * 16 / 1e-3 / 1e12)
     assert point.spread == pytest.approx(0.0, abs=1e-9)
@@ -504,7 +504,7 @@ def test_cpu_rates_count_what_they_time(seconds, flops, monkeypatch):
     monkeypatch.setattr(measuring, "_best_s", lambda work, time_s: (seconds, 0.25))
     assert measuring._cpu_matmul_gflops() == pytest.approx((flops / seconds / 1e9, 0.25))
     numbers = torch.zeros(256 * MIB // 4)
-    assert measuring._copy_bytes_per_s(numbers, measuring._time_cpu_s) == pytest.approx(
+    assert measuring._copy_bytes_per_s(numbers, measuring.time_cpu_s) == pytest.approx(
         (2 * 256 * MIB / seconds, 0.25)
     )
 

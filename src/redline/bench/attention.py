@@ -23,8 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from redline.bench.results import BenchRow, head, rows_of, table, write
 from redline.config.recipe import ModelConfig
 from redline.errors import Say
+from redline.machine.ceilings import time_cpu_s, time_cuda_s
 from redline.machine.facts import MachineFacts
-from redline.measure.child import device, half, timed
+from redline.measure.child import device, half
 from redline.model.attention import favor, softmax
 from redline.model.attention.state import Room, Rows
 from redline.model.attention.variants import VARIANTS
@@ -231,18 +232,8 @@ def _config(work: Work, kind: Any) -> ModelConfig:
 def _seconds(run: Callable[[], object], on: torch.device, runs: int) -> float:
     """The median of several runs, after one that does not count."""
     run()
-    found = []
-    for _ in range(runs):
-        if on.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            found.append(begin.elapsed_time(end) / 1e3)
-        else:
-            found.append(timed(1, run))
-    return median(found)
+    clock = time_cuda_s if on.type == "cuda" else time_cpu_s
+    return median(clock(lambda _: run(), 1)[0] for _ in range(runs))
 
 
 def _peak_bytes(run: Callable[[], object], on: torch.device) -> int | None:

@@ -168,7 +168,7 @@ def _cells(row: BenchRow, best: float | None) -> list[str]:
         f"{row['tokens_per_s']:,.0f}",
         f"{row['update_ms']:.1f} ms",
         f"{row['rows_per_s'] / best:.1f}x" if best else "–",
-        format_bytes(row["memory_bytes"]) if row["memory_bytes"] else "–",
+        format_bytes(row["memory_bytes"]),
         format_duration(row["first_update_s"]),
     ]
 

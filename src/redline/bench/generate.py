@@ -203,7 +203,7 @@ def _cells(row: BenchRow, reference: float | None) -> list[str]:
         str(len(row["seconds"])),
         f"{row['tokens_per_s'] / reference:.2f}x" if reference else "–",
         share,
-        format_bytes(row["memory_bytes"]) if row.get("memory_bytes") else "–",
+        format_bytes(row["memory_bytes"]),
         format_duration(row["first_run_s"]),
     ]
 

@@ -11,13 +11,12 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from redline.bench.generate import HEADLINE, TEMPERATURE, WORKS, GenerationWork, mixed_lengths
 from redline.bench.results import BenchRow
-from redline.bench.theirs import model_of
+from redline.bench.theirs import batching_options, model_of, prompts_of
 from redline.config.recipe import ModelConfig
 from redline.engine.local import LocalEngine
 from redline.engine.request import Completion, Request, Sampling
@@ -28,15 +27,6 @@ from redline.model.transformer import Transformer, build_model
 
 WARM_TOKENS = 4
 """New tokens of a batch's warm-up with `transformers`: it compiles nothing, so a short one loads all kernels."""
-
-
-def _prompts(work: GenerationWork, count: int) -> list[list[int]]:
-    """Random tokens; a longer list begins with the shorter one."""
-    random = np.random.default_rng(0)
-    return [random.integers(0, work.model.vocab_size, work.prompt_tokens).tolist() for _ in range(count)]
-
-
-# ---- timing ----
 
 
 def _timed(work: Callable[[], Any], times: int, patience_s: float = float("inf")) -> list[float]:
@@ -85,7 +75,7 @@ def _sampled(new_tokens: int, samples: int) -> Any:
 
 def _generate(theirs: Any, work: GenerationWork, prompts: int, samples: int) -> BenchRow:
     """A batch; `failed` where it does not fit."""
-    input_ids = torch.tensor(_prompts(work, prompts), device=device())
+    input_ids = torch.tensor(prompts_of(work, prompts), device=device())
 
     def run(new_tokens: int = work.new_tokens) -> None:
         found: Tensor = theirs.generate(
@@ -114,8 +104,7 @@ def _row(name: str, work: GenerationWork, prompts: int, samples: int) -> BenchRo
 def _continuous(theirs: Any, work: GenerationWork) -> BenchRow:
     """With its own choice of attention or, if that fails, with paged SDPA and no CUDA graphs, which the row notes."""
     hf = need("transformers", extra="hf")
-    # on a CPU its default cache takes most of the memory
-    small = {} if device().type == "cuda" else {"num_blocks": 64, "max_batch_tokens": 64}
+    small = batching_options()
     row, failures = _row("continuous", work, *work.continuous), list[str]()
     for note, attention, options in (
         ("", "sdpa", small),
@@ -138,7 +127,7 @@ def _continuous(theirs: Any, work: GenerationWork) -> BenchRow:
 
 def _continuous_run(theirs: Any, work: GenerationWork, config: Any) -> tuple[list[float], float]:
     prompts, samples = work.continuous
-    inputs = [ids for ids in _prompts(work, prompts) for _ in range(samples)]
+    inputs = [ids for ids in prompts_of(work, prompts) for _ in range(samples)]
 
     def run(new_tokens: int) -> None:
         found = theirs.generate_batch(
@@ -190,7 +179,7 @@ def _engine(
 
 def _requests(work: GenerationWork, sequences: int, samples: int, sampling: Sampling) -> list[Request]:
     """As many prompts as needed; the last has fewer samples if they do not divide evenly."""
-    prompts = _prompts(work, -(-sequences // samples))
+    prompts = prompts_of(work, -(-sequences // samples))
     counts = [min(samples, sequences - number * samples) for number in range(len(prompts))]
     return [
         Request(prompt=tuple(ids), sampling=sampling, samples=count, seed=0)
@@ -225,7 +214,7 @@ def _mixed(model: Transformer, work: GenerationWork) -> BenchRow:
     lengths, slots = mixed_lengths(work), work.mixed_slots
     requests = [
         Request(prompt=tuple(ids), sampling=Sampling(max_new_tokens=length, temperature=TEMPERATURE))
-        for ids, length in zip(_prompts(work, len(lengths)), lengths, strict=True)
+        for ids, length in zip(prompts_of(work, len(lengths)), lengths, strict=True)
     ]
     with _engine(model, work, slots=slots, max_new_tokens=work.mixed_lengths[1]) as engine:
         found = _run(engine, requests, work.repeats)
@@ -246,7 +235,7 @@ def _greedy(model: Transformer, work: GenerationWork) -> BenchRow:
     with _engine(model, work, slots=count, max_new_tokens=new_tokens) as engine:
         sampling = Sampling(max_new_tokens=new_tokens, temperature=0.0)
         ours = {c.request.prompt: c for c in _complete(engine, _requests(work, count, 1, sampling))}
-    prompts = torch.tensor(_prompts(work, count), device=at)
+    prompts = torch.tensor(prompts_of(work, count), device=at)
     theirs = _theirs(work.model, model)
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     texts = theirs.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), **settings)

@@ -158,7 +158,7 @@ def _cells(row: BenchRow, rows: Sequence[BenchRow]) -> list[str]:
         f"{row['low']:,.0f} – {row['high']:,.0f}",
         format_duration(median(row["seconds"])),
         f"{row['tokens_per_s'] / theirs:.1f}x" if theirs else "–",
-        format_bytes(row["memory_bytes"]) if row.get("memory_bytes") else "–",
+        format_bytes(row["memory_bytes"]),
         format_duration(row["first_step_s"]),
     ]
 
@@ -176,17 +176,12 @@ def _findings(row: BenchRow, work: RlWork) -> list[str]:
         return [
             f"Update alone: {shape(work.actor)}; {row['rows']} rows of {work.prompt_tokens} + {work.actor_tokens}"
             f" tokens, packed: {row['tokens_per_s']:,.0f} tokens/s{shares}; peak memory"
-            f" {format_bytes(row['memory_bytes']) if row.get('memory_bytes') else '–'}."
+            f" {format_bytes(row['memory_bytes'])}."
         ]
     return []
 
 
 # ---- the arms, each in its process ----
-
-
-def prompts_of(work: RlWork, count: int) -> list[list[int]]:
-    random = np.random.default_rng(0)
-    return [random.integers(1, work.model.vocab_size, work.prompt_tokens).tolist() for _ in range(count)]
 
 
 def _weights(work: RlWork) -> dict[str, torch.Tensor]:
@@ -230,7 +225,6 @@ def _trl(work: RlWork, questions: int, *, continuous: bool = False) -> BenchRow:
     vocabulary = tokenizers.Tokenizer.from_str(words_tokenizer(work.model.vocab_size).text)
     ends = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT, "padding_side": "left"}
     cuda, rows = device().type == "cuda", questions * work.group_size
-    small = {} if cuda else {"num_blocks": 64, "max_batch_tokens": 64}  # its defaults fill a CPU's memory
     ended_s: list[float] = []
     counted: list[float] = []
 
@@ -252,10 +246,10 @@ def _trl(work: RlWork, questions: int, *, continuous: bool = False) -> BenchRow:
                 gradient_accumulation_steps=max(1, rows // work.pass_rows), max_completion_length=work.new_tokens,
                 gradient_checkpointing=False, bf16=cuda, use_cpu=not cuda, logging_steps=1, save_strategy="no",
                 report_to=[], disable_tqdm=True, use_transformers_continuous_batching=continuous,
-                transformers_continuous_batching_config=small if continuous else None,
+                transformers_continuous_batching_config=theirs.batching_options() if continuous else None,
             ),
             train_dataset=datasets.Dataset.from_dict(
-                {"prompt": [" ".join(f"w{i}" for i in ids) for ids in prompts_of(work, questions)] * (1 + work.steps)}
+                {"prompt": [" ".join(f"w{i}" for i in ids) for ids in theirs.prompts_of(work, questions)] * (1 + work.steps)}
             ),
             processing_class=hf.PreTrainedTokenizerFast(tokenizer_object=vocabulary, **ends),
             callbacks=[Watch()],
@@ -337,7 +331,7 @@ def _ours(work: RlWork, questions: int, opened: Opened, compiled: Compile) -> Be
     asked = [Question(str(number), "", "") for number in range(questions)]
     prompts = {
         question.id: Asked(question, "", tuple(ids), ())
-        for question, ids in zip(asked, prompts_of(work, questions), strict=True)
+        for question, ids in zip(asked, theirs.prompts_of(work, questions), strict=True)
     }
     task = _Whole(
         name="coin", about="", questions=lambda *_: asked, score=lambda *_: Verdict(True, True, 1.0, None)

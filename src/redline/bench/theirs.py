@@ -1,4 +1,5 @@
-"""Hugging Face's side of the benchmarks: its model with our weights, the settings of its Trainer, and a clock.
+"""Hugging Face's side of the benchmarks: its model with our weights, the prompts of both sides, the settings of its
+Trainer, and a clock.
 Needs the extra `hf`.
 
     model = model_of(config, dict(ours.named_parameters()), device=device)
@@ -11,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,12 @@ from redline.config.recipe import ModelConfig
 from redline.errors import need
 from redline.measure.child import synchronize
 from redline.model.huggingface_out import config_json, to_huggingface
+
+
+def prompts_of(work: Any, count: int) -> list[list[int]]:
+    """Random tokens, none of which ends a text; a longer list begins with the shorter one."""
+    random = np.random.default_rng(0)
+    return [random.integers(1, work.model.vocab_size, work.prompt_tokens).tolist() for _ in range(count)]
 
 
 def model_of(
@@ -41,6 +49,11 @@ def model_of(
         assert not unexpected, unexpected
         assert set(missing) <= {"lm_head.weight"}, missing  # tied to the embedding
     return model
+
+
+def batching_options() -> dict[str, int]:
+    """Of its continuous batching, whose default cache takes most of a CPU's memory."""
+    return {} if torch.cuda.is_available() else {"num_blocks": 64, "max_batch_tokens": 64}
 
 
 def arguments(scratch: str, **own: Any) -> Any:

@@ -171,7 +171,7 @@ def _cells(arm: str, found: BenchRow, entry: BenchRow, hardware: Hardware) -> li
             f"{speed['low']:,.0f} – {speed['high']:,.0f}",
             f"{rate * flops / peak / 1e12:.1%}" if peak else "–",
             f"{rate / bare - 1:+.2%}" if bare else "–",
-            format_bytes(found["memory_bytes"]) if found["memory_bytes"] else "–",
+            format_bytes(found["memory_bytes"]),
             format_duration(found["first_step_s"]) if name != "bare" else "",
         ])  # fmt: skip
     return rows

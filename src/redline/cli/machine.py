@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from redline.cli.options import answer, ceilings_of
 from redline.machine.facts import MachineFacts, read_facts, slow_import
-from redline.machine.specs import match_spec
+from redline.machine.specs import PEAKS, match_spec
 from redline.machine.store import Ceilings
 from redline.record.units import DASH, format_bytes, format_limit_share
 from redline.report.grid import show
@@ -51,7 +51,7 @@ def print_machine(facts: MachineFacts, ceilings: Ceilings | None) -> None:
 def _print_ceilings(facts: MachineFacts, ceilings: Ceilings) -> None:
     spec = match_spec(facts.gpus[0].name, facts.gpus[0].memory_bytes) if facts.gpus else None
     rows = []
-    for dtype in ("bf16", "fp16", "tf32", "fp32", "fp8"):
+    for dtype in PEAKS:
         if (best := ceilings.matmul_tflops(dtype)) is None:
             continue
         points = [p for p in ceilings.matmul if p.dtype == dtype]

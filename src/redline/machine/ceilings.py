@@ -83,7 +83,7 @@ def measure(progress: Say = lambda _: None) -> Ceilings:
     cpu_matmul_gflops, matmul_spread = _cpu_matmul_gflops()
     # repeated: drawing so many numbers would take seconds
     numbers = _randn(torch.Generator().manual_seed(0), 2**20).repeat(_TRANSFER_BYTES // 2**22)
-    cpu_copy_bytes_per_s, copy_spread = _copy_bytes_per_s(numbers, _time_cpu_s)
+    cpu_copy_bytes_per_s, copy_spread = _copy_bytes_per_s(numbers, time_cpu_s)
     ceilings = Ceilings(
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         device="cpu",
@@ -113,24 +113,14 @@ def _measure_gpu(ceilings: Ceilings, tell: Say) -> Ceilings:
             f"{free_bytes / 2**30:.1f} are free: end what else runs on it"
         )
     random = torch.Generator(device).manual_seed(0)
-    points, notes = _matmul_points(properties, random, tell)
+    found: dict[str, Any] = {"device": properties.name}
+    found["matmul"], found["notes"] = _matmul_points(properties, random, tell)
     tell(f"measuring copies and launches on {properties.name}")
-    copy_bytes_per_s, copy_spread = _copy_bytes_per_s(_randn(random, _COPY_BYTES // 4), _time_cuda_s)
-    host_to_device_bytes_per_s, device_to_host_bytes_per_s = _transfer_bytes_per_s(random)
-    launch_latency_s, graph_launch_latency_s = _launch_latencies_s(random)
+    found["copy_bytes_per_s"], spread = _copy_bytes_per_s(_randn(random, _COPY_BYTES // 4), time_cuda_s)
+    found["host_to_device_bytes_per_s"], found["device_to_host_bytes_per_s"] = _transfer_bytes_per_s(random)
+    found["launch_latency_s"], found["graph_launch_latency_s"] = _launch_latencies_s(random)
     torch.cuda.empty_cache()
-    measured = dataclasses.replace(
-        ceilings,
-        device=properties.name,
-        matmul=points,
-        copy_bytes_per_s=copy_bytes_per_s,
-        host_to_device_bytes_per_s=host_to_device_bytes_per_s,
-        device_to_host_bytes_per_s=device_to_host_bytes_per_s,
-        launch_latency_s=launch_latency_s,
-        graph_launch_latency_s=graph_launch_latency_s,
-        spread={**ceilings.spread, "GPU copy": copy_spread},
-        notes=notes,
-    )
+    measured = dataclasses.replace(ceilings, **found, spread={**ceilings.spread, "GPU copy": spread})
     spec = match_spec(properties.name, properties.total_memory)
     return measured if spec is None else reject_impossible(measured, spec)
 
@@ -167,15 +157,11 @@ def reject_impossible(ceilings: Ceilings, spec: GpuSpec) -> Ceilings:
             )
         else:
             possible.append(point)
-    copy_bytes_per_s = ceilings.copy_bytes_per_s
-    if copy_bytes_per_s is not None and copy_bytes_per_s > spec.memory_bandwidth_bytes_per_s:
-        bandwidth = spec.memory_bandwidth_bytes_per_s
-        rates = f"{copy_bytes_per_s / 1e9:.0f} GB/s, the datasheet says {bandwidth / 1e9:.0f}"
-        notes.append(f"copy was rejected: {rates}")
-        copy_bytes_per_s = None
-    return dataclasses.replace(
-        ceilings, matmul=tuple(possible), copy_bytes_per_s=copy_bytes_per_s, notes=tuple(notes)
-    )
+    copied, bandwidth = ceilings.copy_bytes_per_s, spec.memory_bandwidth_bytes_per_s
+    if copied is not None and copied > bandwidth:
+        notes.append(f"copy was rejected: {copied / 1e9:.0f} GB/s, the datasheet says {bandwidth / 1e9:.0f}")
+        copied = None
+    return dataclasses.replace(ceilings, matmul=tuple(possible), copy_bytes_per_s=copied, notes=tuple(notes))
 
 
 def _matmul_point(dtype: str, m: int, n: int, k: int, random: torch.Generator, l2_bytes: int) -> MatmulPoint:
@@ -185,21 +171,17 @@ def _matmul_point(dtype: str, m: int, n: int, k: int, random: torch.Generator, l
     lefts = [_randn(random, m, k).to(torch_dtype) for _ in range(num_sets)]
     # column-major: fp8 takes no other
     rights = [_randn(random, n, k).to(torch_dtype).t() for _ in range(num_sets)]
-    if dtype == "fp8":
-        scale = torch.ones((), device=random.device)
+    scale = torch.ones((), device=random.device)
 
+    def work(call: int) -> object:
+        left, right = lefts[call % num_sets], rights[call % num_sets]
+        if dtype != "fp8":
+            return torch.mm(left, right)
         # Fast accumulation is what fp8 training uses in the forward pass, and the only way to the full rate
         # on Hopper.
-        def work(call: int) -> object:
-            left, right = lefts[call % num_sets], rights[call % num_sets]
-            return torch._scaled_mm(left, right, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return torch._scaled_mm(left, right, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-    else:
-
-        def work(call: int) -> object:
-            return torch.mm(lefts[call % num_sets], rights[call % num_sets])
-
-    seconds, spread = _best_s(work, _time_cuda_s)
+    seconds, spread = _best_s(work, time_cuda_s)
     return MatmulPoint(dtype=dtype, m=m, n=n, k=k, tflops=2 * m * n * k / seconds / 1e12, spread=spread)
 
 
@@ -213,8 +195,8 @@ def _transfer_bytes_per_s(random: torch.Generator) -> tuple[float, float]:
     """Host to device and device to host."""
     on_device = _randn(random, _TRANSFER_BYTES // 4)
     pinned = torch.empty(on_device.shape, pin_memory=True)
-    to_host_s, _ = _best_s(lambda _: pinned.copy_(on_device, non_blocking=True), _time_cuda_s)
-    to_device_s, _ = _best_s(lambda _: on_device.copy_(pinned, non_blocking=True), _time_cuda_s)
+    to_host_s, _ = _best_s(lambda _: pinned.copy_(on_device, non_blocking=True), time_cuda_s)
+    to_device_s, _ = _best_s(lambda _: on_device.copy_(pinned, non_blocking=True), time_cuda_s)
     return on_device.nbytes / to_device_s, on_device.nbytes / to_host_s
 
 
@@ -226,11 +208,11 @@ def _launch_latencies_s(random: torch.Generator) -> tuple[float, float]:
         for _ in range(_TINY_KERNELS):
             tiny.mul_(-1.0)
 
-    queued_s, _ = _best_s(burst, _time_cuda_s)
+    queued_s, _ = _best_s(burst, time_cuda_s)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         burst(0)
-    replayed_s, _ = _best_s(lambda _: graph.replay(), _time_cuda_s)
+    replayed_s, _ = _best_s(lambda _: graph.replay(), time_cuda_s)
     return queued_s / _TINY_KERNELS, replayed_s / _TINY_KERNELS
 
 
@@ -243,7 +225,7 @@ def _cpu_matmul_gflops() -> tuple[float, float]:
         if best_gflops and flops / (best_gflops * 1e9) > 0.25:
             break
         left, right = _randn(random, size, size), _randn(random, size, size)
-        seconds, spread = _best_s(lambda _, a=left, b=right: a @ b, _time_cpu_s)  # type: ignore[misc]
+        seconds, spread = _best_s(lambda _, a=left, b=right: a @ b, time_cpu_s)  # type: ignore[misc]
         best_gflops, best_spread = max((best_gflops, best_spread), (flops / seconds / 1e9, spread))
     return best_gflops, best_spread
 
@@ -271,7 +253,8 @@ def best_of(block: Callable[[], tuple[float, float]]) -> tuple[float, float]:
     return best
 
 
-def _time_cuda_s(work: Work, calls: int) -> tuple[float, float]:
+def time_cuda_s(work: Work, calls: int) -> tuple[float, float]:
+    """A Clock of CUDA events: the host's launches do not count, nor does anything else on the host."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for call in range(calls):
@@ -281,7 +264,8 @@ def _time_cuda_s(work: Work, calls: int) -> tuple[float, float]:
     return start.elapsed_time(end) / 1000, 0.0
 
 
-def _time_cpu_s(work: Work, calls: int) -> tuple[float, float]:
+def time_cpu_s(work: Work, calls: int) -> tuple[float, float]:
+    """A Clock for work on the CPU."""
     started_s, waited_s = time.perf_counter(), _waited_s()
     for call in range(calls):
         work(call)

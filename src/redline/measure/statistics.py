@@ -87,7 +87,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
         return Difference(mean, mean, mean)
     pairs = zip(parts, (first, second), strict=True)
     freedom = sum(parts) ** 2 / sum(part**2 / (len(side) - 1) for part, side in pairs)
-    half = T_95[min(max(1, math.floor(freedom + 1e-9)), len(T_95)) - 1] * error
+    half = _t_95(max(1, math.floor(freedom + 1e-9))) * error
     return Difference(mean, mean - half, mean + half)
 
 
@@ -96,7 +96,7 @@ def paired(differences: Sequence[float]) -> Difference:
     mean, n = fmean(differences), len(differences)
     if n < 2:
         return Difference(mean, -math.inf, math.inf)
-    half = _t_95(n) * math.sqrt(variance(differences) / n)
+    half = _t_95(n - 1) * math.sqrt(variance(differences) / n)
     return Difference(mean, mean - half, mean + half)
 
 
@@ -110,12 +110,12 @@ def pairs_to_tell(differences: Sequence[float], margin: float) -> int | None:
     if len(differences) < 2 or not (gap := abs(margin - fmean(differences))):
         return None
     spread = math.sqrt(variance(differences))
-    few = (n for n in range(2, len(T_95) + 2) if _t_95(n) * spread <= gap * math.sqrt(n))
+    few = (n for n in range(2, len(T_95) + 2) if _t_95(n - 1) * spread <= gap * math.sqrt(n))
     return next(few, math.ceil((T_95[-1] * spread / gap) ** 2))
 
 
-def _t_95(n: int) -> float:
-    return T_95[min(n - 1, len(T_95)) - 1]
+def _t_95(freedom: int) -> float:
+    return T_95[min(freedom, len(T_95)) - 1]
 
 
 def interval(values: Sequence[float]) -> Interval:

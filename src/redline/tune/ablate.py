@@ -15,8 +15,9 @@ Left out: interactions of more than two changes.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -119,24 +120,18 @@ def ablate(
         write_atomic(folder / "recipe.toml", to_toml(recipe))
         children = children or Children.on(hardware)
         with Turns(trials, children, minutes=minutes, progress=progress) as turns:
-
-            def write(row: AblationRow) -> None:
-                rows.append(row)
-                text = json.dumps([asdict(row) for row in rows], indent=1)
-                write_atomic(folder / "ablation.json", text + "\n")
-                turns.say(brief(row))
-
             waterfalls = []
             for part in parts:
                 work, timed = samples or part.samples or samples_of(recipe), timing or Timing()
                 arms = arms_for(part.workload, recipe, hardware, samples=work, timing=timed)
                 judges = judge if judged(recipe, part) else None
-                waterfalls.append(_Waterfall(name, part, arms, recipe, hardware, turns, write, judges))
+                waterfalls.append(_Waterfall(name, part, arms, recipe, hardware, turns, judges))
             # all lists before anything is left out: there may not be time for everything
-            for waterfall in waterfalls:
-                waterfall.apply()
-            for waterfall in waterfalls:
-                waterfall.leave_out()
+            for row in chain(*(w.apply() for w in waterfalls), *(w.leave_out() for w in waterfalls)):
+                rows.append(replace(row, mfu=mfu(row, recipe, hardware)))
+                text = json.dumps([asdict(row) for row in rows], indent=1)
+                write_atomic(folder / "ablation.json", text + "\n")
+                turns.say(brief(row))
     return rows
 
 
@@ -199,12 +194,10 @@ class _Waterfall:
         recipe: Recipe,
         hardware: Hardware,
         turns: Turns,
-        write: Callable[[AblationRow], None],
         judge: Judge | None,
     ) -> None:
         self.name, self.part, self.workload, self.judge = name, part, part.workload, judge
-        self.arms, self.recipe, self.hardware = arms, recipe, hardware
-        self.turns, self.write = turns, write
+        self.arms, self.recipe, self.hardware, self.turns = arms, recipe, hardware, turns
         self.entries = [find(name) for name in part.names]
         start = {**naive(self.entries, hardware), **part.start}
         self.start = ", ".join(f"{name} {value_words(value)}" for name, value in start.items())
@@ -220,28 +213,25 @@ class _Waterfall:
         self.refused: list[tuple[Optimization, Switches]] = []
         """Entries that were slower or not possible, each with the state it was tried on."""
 
-    def apply(self) -> None:
+    def apply(self) -> Iterator[AblationRow]:
         """One by one; once more those that were refused; then everything kept together."""
-        self._write(self._baseline())
+        yield self._baseline()
         for entry in self.entries:
-            self._write(self._one(entry, "one by one"))
+            yield self._one(entry, "one by one")
         for entry, before in list(self.refused):
             # changes that have taken the same switch since
             rivals = [name for name in entry.on if self.state[name] != before[name]]
             if self.state != before and not rivals:
-                self._write(self._one(entry, "second try"))
+                yield self._one(entry, "second try")
         if len(self.kept) > 1:  # one alone has its row already
-            self._write(self._all())
+            yield self._all()
 
-    def leave_out(self) -> None:
+    def leave_out(self) -> Iterator[AblationRow]:
         """Each of those kept, left out of the best."""
         for entry, before in self.kept:
-            self._write(self._without(entry, before))
+            yield self._without(entry, before)
 
     # ---- a row ----
-
-    def _write(self, row: AblationRow) -> None:
-        self.write(replace(row, mfu=mfu(row, self.recipe, self.hardware)))
 
     def _baseline(self) -> AblationRow:
         row = AblationRow(

@@ -38,7 +38,7 @@ from redline.tune.evidence import (
 )
 
 WATCHED = 5
-"""Updates that torch's sync detector watches."""
+"""Updates that are timed together, and as many more that torch's sync detector watches."""
 DATA_SHARE = 0.05
 """Share of the updates' time that may be spent waiting for data."""
 BAND = {

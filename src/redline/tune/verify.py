@@ -48,13 +48,13 @@ from redline.train.loop import Trainer
 from redline.train.packed import Example, Packed
 from redline.train.process import Process
 from redline.train.restore import open_weights
-from redline.tune.checks import CHECKS, Case, Numbers, generation_graphs, log_probabilities
+from redline.tune.checks import CHECKS, WATCHED, Case, Numbers, generation_graphs, log_probabilities
 from redline.tune.evidence import Check, checked, profiled
 
 MOST_PASSES = 2
 """Passes of a long update that are run: the others are the same."""
-WARM_UP, WATCHED = 3, 5
-"""Updates before any is watched (they compile, fill the loader, move the adapters' B from 0), and those watched."""
+WARM_UP = 3
+"""Updates before any is watched: they compile, fill the loader, move the adapters' B from 0."""
 QUESTIONS = 16
 FAR = 0.9
 """Cosine with back-propagation's gradient that random feedback does not reach (docs/okadfa.md)."""
