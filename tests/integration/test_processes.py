@@ -37,7 +37,7 @@ from warm import LIMIT_S as HUNG_S
 from warm import Fault
 
 from redline.errors import MachineError
-from redline.launch.processes import Member, _handing_on
+from redline.launch.processes import Member, _watched
 
 STEPS = 20
 
@@ -276,15 +276,14 @@ def test_a_process_that_is_killed_is_one_line(nano: Nano, tmp_path: Path) -> Non
     assert died["error"].startswith("process 1 was killed by SIGKILL")
 
 
-def test_ctrl_c_before_the_processes_can_save_is_called_that() -> None:
+def test_ctrl_c_before_the_processes_can_save_is_called_that(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = object.__new__(Member)
-    asked.stopped, asked.failure = False, []
+    asked.stopped, asked.failure, asked.reader = False, [], SimpleNamespace(join=lambda: None)
     asked.process = SimpleNamespace(returncode=None, poll=lambda: asked.process.returncode)
     asked.process.terminate = lambda: setattr(asked.process, "returncode", -signal.SIGTERM)
-    with _handing_on([asked]):
-        signal.raise_signal(signal.SIGINT)
+    monkeypatch.setattr(time, "sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        asked.tell()
+        _watched([asked])
 
 
 def test_a_launcher_that_is_killed_takes_its_processes_with_it(nano: Nano, tmp_path: Path) -> None:

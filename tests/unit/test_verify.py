@@ -34,7 +34,7 @@ from redline.train.step import BackPropagation
 from redline.tune import checks as room
 from redline.tune import evidence
 from redline.tune import verify as watching
-from redline.tune.evidence import FUSED_ATTENTION, Check, Trace
+from redline.tune.evidence import ATTENTION_KINDS, Check, Trace
 from redline.tune.store import TuningResult, keep, tuning_folder
 from redline.tune.verify import verify
 
@@ -155,7 +155,7 @@ def test_blocks_that_do_not_use_the_planned_kernel_are_found(
     assert f"math {explicit} times" in found["attention kernel"].evidence
 
 
-CUDNN, FLASH, EFFICIENT = (FUSED_ATTENTION[kernel][0] for kernel in ("cudnn", "flash", "efficient"))
+CUDNN, FLASH, EFFICIENT = (ATTENTION_KINDS[kernel][0] for kernel in ("cudnn", "flash", "efficient"))
 
 
 @pytest.mark.parametrize(
@@ -342,12 +342,12 @@ def _follows(monkeypatch: pytest.MonkeyPatch, runs_with: dict[str, Any]) -> None
         ({"recompute": "none", "compile": "off"}, {}, "not checked"),
         (
             {"recompute": "selective", "compile": "off"},
-            dict.fromkeys((room.ATTENTION, FUSED_ATTENTION["flash"][0]), 4),
+            dict.fromkeys((room.ATTENTION, ATTENTION_KINDS["flash"][0]), 4),
             "not checked",
         ),
         (
             {"recompute": "full", "compile": "off"},
-            dict.fromkeys((room.ATTENTION, FUSED_ATTENTION["flash"][0]), 4),
+            dict.fromkeys((room.ATTENTION, ATTENTION_KINDS["flash"][0]), 4),
             "passed",
         ),
     ],

@@ -40,16 +40,17 @@ from redline.errors import MachineError, RedlineError
 from redline.launch.processes import (
     LOOK_EVERY_S,
     STOPPED_CODE,
+    STOPS,
     UNDER_AGENT,
     Member,
     environment_of,
     failures,
-    on_stop,
     out_of_memory_override,
     stop,
 )
 from redline.record.run import RunFolder
 from redline.train.places import step_folders
+from redline.train.stop import handled_by
 
 RESTARTS = 3
 """Without a new checkpoint between them."""
@@ -91,7 +92,7 @@ def _run_agent(
 ) -> int:
     agent = Agent(handler, nproc, arguments, run)
     try:
-        with on_stop(agent.request_stop):
+        with handled_by(agent.request_stop, *STOPS):
             agent.run()
     except Stopped:
         if nodes.least < nodes.most:  # the others go on

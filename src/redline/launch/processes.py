@@ -19,6 +19,7 @@ from typing import Any
 
 from redline.errors import MachineError, RedlineError
 from redline.record.run import read_lines
+from redline.train.stop import handled_by
 
 PROGRAM = (sys.executable, "-m", "redline.cli.main")
 LAUNCHER = "REDLINE_LAUNCHER"
@@ -29,6 +30,8 @@ STOPPED_CODE = 75
 """The exit code of the first kind there: try again later, by the system's convention."""
 ERROR = "redline: "
 """How the command line begins a user's error."""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Requests to stop."""
 LOOK_EVERY_S = 0.05
 PATIENCE_S = 10.0
 """How long the others have to notice that one has failed."""
@@ -71,20 +74,15 @@ def environment_of(nproc: int, **place: object) -> dict[str, str]:
     return {**threads, **os.environ, LAUNCHER: str(os.getpid())} | {n: str(v) for n, v in place.items()}
 
 
-def _handing_on(members: Sequence["Member"]) -> contextlib.AbstractContextManager[None]:
-    """A request to stop goes to the processes, which save and leave."""
-
+def _watched(members: Sequence["Member"]) -> int:
     def hand_on(_number: int, _frame: Any) -> None:
+        """A request to stop goes to the processes, which save and leave."""
         for member in members:
             if member.process.poll() is None:
                 member.stopped = True
                 member.process.terminate()
 
-    return on_stop(hand_on)
-
-
-def _watched(members: Sequence["Member"]) -> int:
-    with _handing_on(members):
+    with handled_by(hand_on, *STOPS):
         while any(member.process.poll() is None for member in members):
             if any(member.process.returncode for member in members):
                 stop(members)
@@ -180,18 +178,6 @@ def reserved_port() -> Iterator[int]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
         yield held.getsockname()[1]
-
-
-@contextlib.contextmanager
-def on_stop(handle: Callable[[int, Any], None]) -> Iterator[None]:
-    """Call this for a request to stop, in place of what would happen."""
-    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    before = {number: signal.signal(number, handle) for number in stops}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def with_recovery(start: Callable[[Sequence[str]], int], smaller: Callable[[], str | None]) -> int:

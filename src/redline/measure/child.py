@@ -96,9 +96,10 @@ def half() -> torch.dtype:
 
 
 def empty() -> None:
-    """Make room for the next row of a benchmark, whose peak is its own."""
+    """Make room for another setting, or the next row of a benchmark: its peak is its own."""
     gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
@@ -184,11 +185,7 @@ class TrialServer:
         if "torch._dynamo" in sys.modules:  # importing it takes two seconds
             # a compiled block of another shape would count against the limit of recompilations
             torch._dynamo.reset()
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        empty()
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # restarts the peak of resident memory
 

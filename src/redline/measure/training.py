@@ -148,11 +148,11 @@ def _model_and_rows(recipe: Recipe, plan: Plan, process: Process) -> tuple[Trans
     if origin == RANDOM_WEIGHTS:
         model = build_model(recipe.model, device=process.device, seed=recipe.train.seed)
         model.compute_dtype = dtype
-        return model, random_rows(model.config.vocab_size, longest_row(recipe))
-    base = open_weights(Path(origin))
-    model = base.build(process.device, dtype)
-    if recipe.workload == "finetune":
-        return model, finetune.read_split(recipe, base).train
+    else:
+        base = open_weights(Path(origin))
+        model = base.build(process.device, dtype)
+        if recipe.workload == "finetune":
+            return model, finetune.read_split(recipe, base).train
     return model, random_rows(model.config.vocab_size, longest_row(recipe))
 
 

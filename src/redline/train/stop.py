@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 STOPPED = "stopped by signal"
@@ -24,12 +24,17 @@ def stop_on_signal(request: Callable[[], None]) -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)  # a third one would break into the unwinding
         raise KeyboardInterrupt
 
+    with handled_by(handle, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        yield
+
+
+@contextmanager
+def handled_by(handle: Callable[[int, Any], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Call this for these signals, in place of what would happen."""
     before = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    with suppress(ValueError):  # not the main thread: whoever runs the loop there handles signals
+        for number in numbers:
             before[number] = signal.signal(number, handle)
-    except ValueError:  # not the main thread: whoever runs the loop there handles signals
-        pass
     try:
         yield
     finally:

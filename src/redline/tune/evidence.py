@@ -76,24 +76,24 @@ class Trace:
     """Numbers that the host read outside optimiser steps; inside them torch reads many on a CPU."""
 
 
-FUSED_ATTENTION = {
+ATTENTION_KINDS = {
     "flash": (
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
     ),
     "cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
     "efficient": ("aten::_scaled_dot_product_efficient_attention",),
+    # for packed rows on a GPU in half precision: one operation a block
+    "short": ("_ShortAttention",),
+    "varlen": ("torch_attn::_varlen_attn",),
+    # our kernel, and an operation that nothing but its form in PyTorch uses: one a block
+    "favor": ("redline::favor", "aten::_cummax_helper"),
 }
-PACKED_ATTENTION = {"short": ("_ShortAttention",), "varlen": ("torch_attn::_varlen_attn",)}
-"""For packed rows on a GPU in half precision: one operation a block."""
-KERNEL_ATTENTION = {"favor": ("redline::favor", "aten::_cummax_helper")}
-"""Our kernel, and an operation that nothing but its form in PyTorch uses: one a block."""
 
 
 def attention_ran(seen: Trace) -> dict[str, int]:
     """How often each kernel's operation ran."""
-    kinds = FUSED_ATTENTION | PACKED_ATTENTION | KERNEL_ATTENTION
-    counts = {name: sum(seen.operations[o] for o in operations) for name, operations in kinds.items()}
+    counts = {name: sum(seen.operations[o] for o in names) for name, names in ATTENTION_KINDS.items()}
     return {name: count for name, count in counts.items() if count}
 
 

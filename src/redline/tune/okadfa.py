@@ -20,6 +20,7 @@ from typing import Any
 
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError, Say, TrainingError
+from redline.record.files import write_atomic
 from redline.record.read import Run
 from redline.tune import race
 from redline.tune.quality import final
@@ -112,7 +113,7 @@ def study(
         progress(brief(rows[-1]))
         said = {"recipe": recipe.name, "fingerprint": recipe.fingerprint, "hardware": hardware}
         result = {**said, "seeds": seeds, "lrs": list(lrs), "rows": [asdict(row) for row in rows]}
-        (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+        write_atomic(folder / RESULT, json.dumps(result, indent=1) + "\n")
     return rows
 
 
