@@ -110,7 +110,12 @@ def test_the_command_says_when_launches_limit_the_speed_and_how_long_the_run_tak
         assert main(["plan", "gpt2-124m", "--as", "a100-80g", "--set", f"plan.micro_batch={micro}"]) == 0
         said[micro] = " ".join(capsys.readouterr().out.split())
     assert "passes of 1,024 tokens are so small that the host's kernel launches limit the speed" in said[1]
-    assert "launches" not in said[64]
+    assert "or plan.graph=true" in said[1]
+    assert "launches limit" not in said[64]
+    assert main(["plan", "gpt2-124m", "--as", "8xh100-80g", "--set", "plan.micro_batch=1"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "limit the speed: use a larger plan.micro_batch" in text
+    assert "plan.graph=true" not in text, "several processes"
     takes = [text.partition("the run takes ")[2].split()[:2] for text in said.values()]
     assert takes[0] != takes[1]
     assert main(["plan", "gpt2-124m", "--as", "h200", "--set", "train.max_hours=0.05"]) == 0

@@ -33,6 +33,7 @@ from redline.plan.hardware import hardware_as, hardware_here
 from redline.plan.plan import PLANNED, Hardware, Plan, load_for, save, to_json
 from redline.plan.planner import make_plan
 from redline.plan.roofline import launch_bound
+from redline.plan.values import why_not
 from redline.record.units import format_bytes, format_count, format_duration, format_rate
 from redline.report.grid import Output, show
 
@@ -165,9 +166,10 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
             f"at the attainable speed the run takes {format_duration(run_s)}"
         )
         if launch_bound(recipe, plan):
+            alone = plan.world_size == 1 and not why_not("graph", True, recipe, plan.hardware, vars(plan))
             console.print(
                 f"passes of {plan.micro_batch * recipe.data.seq_len:,} tokens are so small that the host's"
-                " kernel launches limit the speed: use a larger plan.micro_batch, or plan.graph=true"
+                f" kernel launches limit the speed: use a larger plan.micro_batch{', or plan.graph=true' if alone else ''}"
             )
     else:
         console.print(

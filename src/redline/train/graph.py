@@ -29,16 +29,22 @@ OUT_OF_MEMORY = "CUDA error: out of memory"
 
 
 @contextmanager
-def _short_of_memory() -> Iterator[None]:
+def _failing_well() -> Iterator[None]:
     """Inside, every lack of memory is an OutOfMemoryError, after which the loop tries smaller passes: the optimiser's too,
-    because no weight has changed yet, and the driver's, which makes a graph outside of torch's allocator."""
+    because no weight has changed yet, and the driver's, which makes a graph outside of torch's allocator. What CUDA refuses
+    says the way out."""
     try:
         yield
     except (TrainingError, torch.AcceleratorError) as error:
-        if not isinstance(error.__cause__, torch.OutOfMemoryError) and OUT_OF_MEMORY not in str(error):
+        if isinstance(error.__cause__, torch.OutOfMemoryError) or OUT_OF_MEMORY in str(error):
+            # A new one: the cause, raised again, would refer to itself and keep its memory until the collector comes.
+            raise torch.OutOfMemoryError(str(error)) from error
+        if isinstance(error, TrainingError):
             raise
-        # A new one: the cause, raised again, would refer to itself and keep the memory until the collector comes.
-        raise torch.OutOfMemoryError(str(error)) from error
+        said = str(error).partition("\n")[0]
+        raise TrainingError(
+            f"the update cannot be captured as a CUDA graph ({said}): plan.graph=false runs it kernel by kernel"
+        ) from error
 
 
 class Captured:
@@ -56,7 +62,7 @@ class Captured:
         self.before_update()  # and before a capture: its warm-up writes to Muon's weights, if only the same bits
         rows = self.objective.rows(batch)
         if rows[0][1] not in self.graphs:
-            with _short_of_memory():
+            with _failing_well():
                 self._capture_all(self.objective.shapes_from(batch))
         rates = [(group["peak_lr"] * lr_factor, group.get("momentum", 0.0)) for group in self.groups]
         scalars = np.array([targets, *(number for pair in rates for number in pair)], dtype=np.float32)
