@@ -11,7 +11,6 @@ the library's own thread pool were equally fast (3 to 5 MB/s); threads copy noth
 pool their number can be set.
 """
 
-import contextlib
 import fcntl
 import json
 import os
@@ -41,7 +40,7 @@ from redline.data.shards import (
 from redline.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from redline.errors import DataError
 from redline.machine.facts import cpu_cores
-from redline.record.files import cache_folder, storage_errors, sync_path, write_atomic
+from redline.record.files import alone, cache_folder, storage_errors, sync_path, write_atomic
 
 Progress = Callable[[int, int, int], None]
 """Called with the bytes of the source files read, their total, and the tokens written."""
@@ -211,18 +210,10 @@ def _same_inputs(out: Path, there: Inputs, asked: Inputs) -> None:
         raise DataError(f"{out} was built from other inputs ({changed} differ): remove it, or choose another")
 
 
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Wait until no other process holds the lock. The kernel frees the lock of a dead process."""
-    with open(path, "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _claim(out: Path, inputs: Inputs, given: Tokenizer | None) -> Tokenizer:
     """Say what is built here in `building.json`, and train or copy the tokenizer once for all parts."""
     (out / PARTS).mkdir(exist_ok=True)
-    with _alone(out / PARTS / ".lock"):
+    with alone(out / PARTS / ".lock"):
         claimed = read_table(Inputs, out / STATE) if (out / STATE).exists() else None
         if claimed is None and (foreign := [p.name for p in out.iterdir() if not p.name.startswith(".")]):
             raise DataError(f"{out} holds other files ({foreign[0]}): choose a new or empty folder")
@@ -304,6 +295,6 @@ def _write(
             progress(read_bytes, total_bytes, tokens + tokens_of_segment)
 
     for segment in own:
-        with _alone(segment.place.with_suffix(".lock")):
+        with alone(segment.place.with_suffix(".lock")):
             state = segment.write(inputs, tokenizer, workers, tell)
         tokens += state.tokens

@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from redline.errors import ConfigError, DataError, need
-from redline.record.files import cache_folder, read_json, storage_errors, write_atomic
+from redline.record.files import alone, cache_folder, read_json, storage_errors, write_atomic
 from redline.record.units import format_bytes
 
 if TYPE_CHECKING:
@@ -179,11 +179,10 @@ class FetchedShards(Sequence[np.ndarray]):
         path = self._folder / self._shards[index].name
         temporary = path.with_name(f"{path.name}.tmp")
         with contextlib.ExitStack() as on_error:
-            lock = on_error.enter_context(_lock_of(path))
+            lock = on_error.enter_context(open(_lock_path(path), "wb"))
             fcntl.flock(lock, fcntl.LOCK_SH)
             if not self._is_there(index):
-                with _lock_of(temporary) as fetching:
-                    fcntl.flock(fetching, fcntl.LOCK_EX)
+                with alone(_lock_path(temporary)):
                     if not self._is_there(index):  # another process may have fetched it while we waited
                         self._fetch(index, path, temporary)
             os.utime(path)
@@ -232,7 +231,7 @@ class FetchedShards(Sequence[np.ndarray]):
             for _, name, size in found:
                 if free_bytes >= size_bytes:
                     break
-                with _lock_of(Path(name)) as lock, contextlib.suppress(BlockingIOError):
+                with open(_lock_path(Path(name)), "wb") as lock, contextlib.suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.unlink(name)
                     free_bytes += size
@@ -259,16 +258,13 @@ def _bound_bytes() -> int:
     raise ConfigError(f"{BOUND} must be a number of gigabytes above 0, got {value!r:.40}")
 
 
-def _lock_of(path: Path) -> IO[bytes]:
-    return open(path.with_name(f".{path.name}.lock"), "wb")
+def _lock_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
 
 
-@contextlib.contextmanager
-def _room() -> Iterator[None]:
+def _room() -> contextlib.AbstractContextManager[None]:
     """Whoever adds, renames or removes a file that counts against the bound is alone."""
-    with _lock_of(_mirrors() / "room") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    return alone(_lock_path(_mirrors() / "room"))
 
 
 # ---- the store ----

@@ -7,6 +7,7 @@ nested 100,000 deep or hold numbers of 5,000 digits.
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -161,6 +162,14 @@ def sync_path(path: Path) -> None:
 def shipped(path: str) -> dict[str, Any]:
     """A TOML file of the package, such as `record/events.toml`."""
     return tomllib.loads((files("redline") / path).read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Wait until no other process holds the lock. The kernel frees the lock of a dead process."""
+    with open(path, "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def cache_folder() -> Path:
