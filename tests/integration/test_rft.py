@@ -17,7 +17,7 @@ from pipeline import one_line
 from warm import Fault, Warm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from rft_model import letters_recipe, tiny_model
+from rft_model import letters_place
 
 LONGER = (
     "--set",
@@ -28,14 +28,12 @@ LONGER = (
     "sample.keep_per_question=1",
 )
 """Sampling that takes long enough to be killed in the middle."""
+ASKED = ("--prompt", "Question: Write 3\nAnswer:", "--temperature", "0", "--max-new-tokens", "6", "--json")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rft")
-    tiny_model(folder / "model")
-    letters_recipe(folder, folder / "model")
-    return folder
+    return letters_place(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -192,17 +190,8 @@ def test_a_run_is_a_model_for_generation_and_for_the_next_round(
 ) -> None:
     """What a run trained is opened from its folder, adapter merged; the same as by the adapter's own
     folder."""
-    asked = (
-        "--prompt",
-        "Question: Write 3\nAnswer:",
-        "--temperature",
-        "0",
-        "--max-new-tokens",
-        "6",
-        "--json",
-    )
     texts = [
-        json.loads(warm.run("generate", model, *asked).out)
+        json.loads(warm.run("generate", model, *ASKED).out)
         for model in (unbroken, unbroken / "adapter", place / "model")
     ]
     assert texts[0] == texts[1] != texts[2]
@@ -259,16 +248,7 @@ def test_a_run_of_rounds_is_told_from_a_run_of_one(
     stats = warm.run("rft", "stats", run)
     assert stats.code == 3
     assert "name one of its 2 rounds" in one_line(stats.err)
-    asked = (
-        "--prompt",
-        "Question: Write 3\nAnswer:",
-        "--temperature",
-        "0",
-        "--max-new-tokens",
-        "6",
-        "--json",
-    )
-    assert warm.run("generate", run, *asked).out == warm.run("generate", run / "round-2", *asked).out, (
+    assert warm.run("generate", run, *ASKED).out == warm.run("generate", run / "round-2", *ASKED).out, (
         "the last round is the model"
     )
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from redline.config.load import load_recipe
@@ -23,6 +24,7 @@ from redline.plan.bounds import Outside
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
+from redline.record.run import read_lines
 from redline.rft.session import open_session
 from redline.train.restore import with_shape
 
@@ -114,6 +116,17 @@ def letters_recipe(folder: Path, model: Path) -> Path:
     task.write_text(TASK)
     recipe.write_text(RECIPE.format(task=task, model=model))
     return recipe
+
+
+def letters_place(factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny model and its recipe, letters.toml."""
+    folder = factory.mktemp("rft")
+    letters_recipe(folder, tiny_model(folder / "model"))
+    return folder
+
+
+def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(run / "events.jsonl") if event["event"] == kind]
 
 
 def planned(

@@ -1,16 +1,20 @@
 """RL on the tiny random model of RFT's tests: a task that random weights solve at times, and the loop in this
 process."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from rft_model import TASK, planned
 
 from redline.engine.ray import OnRay
 from redline.record.run import read_lines
+from redline.rl.domains import Domains
 from redline.rl.run import reinforce
+from redline.rl.samples import Key
 from redline.train.loop import Outcome
 from redline.train.process import Process
 
@@ -55,6 +59,24 @@ def run_rl(
     shaped, plan, _ = planned(recipe, overrides)
     process = Process(0, 1, torch.device("cpu"))
     return reinforce(shaped, plan, run, process, observers=lambda step: observers, on=on)
+
+
+def kill_after(monkeypatch: pytest.MonkeyPatch, drawn: int) -> list[tuple[int, Key]]:
+    """Break a run off once, after so many groups were drawn; returns the groups as they are drawn, (step, key)."""
+    found: list[tuple[int, Key]] = []
+    answers, killed = Domains.answers, threading.Event()
+
+    def counting(self: Domains, run: Any, asked: Any, **how: Any) -> Any:
+        for key, samples in answers(self, run, asked, **how):
+            if "seed" in how:  # not a validation
+                if len(found) == drawn and not killed.is_set():
+                    killed.set()
+                    raise KeyboardInterrupt
+                found.append((how["seed"].args[0], key))
+            yield key, samples
+
+    monkeypatch.setattr(Domains, "answers", counting)
+    return found
 
 
 TIMES = ("_s", "mfu", "ceiling_share", "tokens_per_s", "memory_bytes", "throughput")

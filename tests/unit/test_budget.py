@@ -146,16 +146,8 @@ def test_what_is_left_is_never_more_than_was_said():
     for request in budget.requests():
         for number in range(request.samples if request else 0):
             budget.arrived()
-            budget.record(
-                [
-                    (
-                        request.tag,
-                        request.first_sample + number,
-                        request.tag == "easy",
-                        "key" if request.tag == "easy" else None,
-                    )
-                ]
-            )
+            easy = request.tag == "easy"
+            budget.record([(request.tag, request.first_sample + number, easy, "key" if easy else None)])
             drawn += 1
             said.append((drawn, budget.samples_left()))
     assert drawn == 16, "what the easy question left went to the hard one"

@@ -124,10 +124,8 @@ def test_a_warm_up_longer_than_the_run_is_clipped_and_said(minimal):
 @pytest.mark.parametrize("name", shipped())
 def test_every_shipped_recipe_takes_any_number_of_steps(name, steps):
     said: list[str] = []
-    before, train = (
-        load_recipe(name).train,
-        load_recipe(name, [f"train.steps={steps}"], say=said.append).train,
-    )
+    before = load_recipe(name).train
+    train = load_recipe(name, [f"train.steps={steps}"], say=said.append).train
     assert (train.steps, train.epochs) == (steps, 0)
     assert train.warmup_steps <= steps
     assert bool(said) == (train.warmup_steps != before.warmup_steps)
@@ -141,35 +139,21 @@ def test_steps_on_the_command_line_replace_the_epochs_of_the_file(minimal):
 def test_finetuning_has_its_own_defaults(minimal):
     start = ["workload=finetune", "model.init_from=m", "train.steps=none"]
     tuned = load_recipe(minimal, [*start, "train.batch_size=none", "train.lr=none"]).train
-    assert (tuned.batch_size, tuned.lr, tuned.epochs, tuned.beta2, tuned.weight_decay) == (
-        32,
-        2e-4,
-        3,
-        0.999,
-        0.0,
-    )
+    assert (tuned.batch_size, tuned.lr, tuned.epochs) == (32, 2e-4, 3)
+    assert (tuned.beta2, tuned.weight_decay) == (0.999, 0.0)
     by_steps = load_recipe(minimal, [*start[:2], "train.warmup_steps=7"]).train
-    assert (by_steps.steps, by_steps.epochs, by_steps.warmup_steps, by_steps.warmup_fraction) == (
-        100,
-        0,
-        7,
-        0.0,
-    )
+    assert (by_steps.steps, by_steps.epochs) == (100, 0)
+    assert (by_steps.warmup_steps, by_steps.warmup_fraction) == (7, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("[train]\nsteps = 'x", "not valid TOML"),
-        ("[train]\nsteps = 1\nsteps = 2", "not valid TOML"),
-        ("a = " + "9" * 5000, "not valid TOML"),
-    ],
+    "line", ["[train]\nsteps = 'x", "[train]\nsteps = 1\nsteps = 2", "a = " + "9" * 5000]
 )
-def test_broken_toml_is_refused(tmp_path, line, message):
+def test_broken_toml_is_refused(tmp_path, line):
     path = tmp_path / "broken.toml"
     path.write_text(line)
-    assert message in refusal(str(path))
-    with pytest.raises(ConfigError, match=message):
+    assert "not valid TOML" in refusal(str(path))
+    with pytest.raises(ConfigError, match="not valid TOML"):
         from_toml(line, where="recipe.toml")
 
 
@@ -267,16 +251,9 @@ POSITIVE = {
     "train": "batch_size lr muon_lr eps max_hours eval_sequences keep_checkpoints target_loss",
     "plan": "micro_batch loss_chunks loader_threads prefetch",
 }
-NOT_NEGATIVE = [
-    "weight_decay",
-    "clip_norm",
-    "warmup_steps",
-    "eval_every",
-    "early_stop_evals",
-    "checkpoint_every",
-    "batch_ramp_steps",
-    "seed",
-]
+NOT_NEGATIVE = (
+    "weight_decay clip_norm warmup_steps eval_every early_stop_evals checkpoint_every batch_ramp_steps seed"
+)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +264,7 @@ def test_what_must_be_positive_refuses_zero_and_less(minimal, name, value):
     assert f"{name} must be greater than 0, got {value}" in refusal(minimal, f"{name}={value}")
 
 
-@pytest.mark.parametrize("name", NOT_NEGATIVE)
+@pytest.mark.parametrize("name", NOT_NEGATIVE.split())
 def test_what_must_not_be_negative_takes_zero_and_refuses_less(minimal, name):
     load_recipe(minimal, [f"train.{name}=0"])
     assert f"train.{name} must not be negative, got -1" in refusal(minimal, f"train.{name}=-1")
@@ -408,11 +385,8 @@ def test_the_fingerprint_changes_with_everything_that_defines_the_training(minim
 def test_a_cadence_is_no_part_of_the_training(minimal, key):
     often = "train.eval_every=5"
     recipe, other = load_recipe(minimal, [often]), load_recipe(minimal, [often, f"train.{key}=9"])
-    assert (other.fingerprint, other.identity, other.work) == (
-        recipe.fingerprint,
-        recipe.identity,
-        recipe.work,
-    )
+    for name in ("fingerprint", "identity", "work"):
+        assert getattr(other, name) == getattr(recipe, name)
 
 
 @pytest.mark.parametrize(

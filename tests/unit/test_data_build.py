@@ -60,9 +60,8 @@ def digests(folder: Path) -> dict[str, str]:
 def test_shards_hold_every_document_once_in_its_split(
     tmp_path: Path, corpus: Path, tokenizer_file: str
 ) -> None:
-    manifest = build(
-        str(corpus), tmp_path / "out", tokenizer=tokenizer_file, valid_fraction=0.2, shard_tokens=20_000
-    )
+    options = {"tokenizer": tokenizer_file, "valid_fraction": 0.2, "shard_tokens": 20_000}
+    manifest = build(str(corpus), tmp_path / "out", **options)
     tokenizer = load_tokenizer(tmp_path / "out")
     texts = [text for name in ("a.jsonl", "b.jsonl") for text in documents(corpus / name, "text")]
     assert len(manifest.train) > 3
@@ -76,10 +75,8 @@ def test_shards_hold_every_document_once_in_its_split(
         assert sum(shard.bytes_of_text for shard in shards) == sum(len(text.encode()) for text in wanted)
         assert max(shard.max_id for shard in shards) == max(expected)
         dataset = TokenDataset.open(tmp_path / "out", split, verify=True)
-        assert (dataset.tokens, dataset.bytes_of_text) == (
-            len(expected),
-            sum(len(text.encode()) for text in wanted),
-        )
+        assert dataset.tokens == len(expected)
+        assert dataset.bytes_of_text == sum(len(text.encode()) for text in wanted)
     assert Manifest.load(tmp_path / "out") == manifest
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".bin") == [
         ".lock",
@@ -91,33 +88,18 @@ def test_shards_hold_every_document_once_in_its_split(
 def test_workers_and_batches_do_not_change_a_byte(
     tmp_path: Path, corpus: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(
-        str(corpus),
-        tmp_path / "one",
-        tokenizer=tokenizer_file,
-        valid_fraction=0.2,
-        shard_tokens=30_000,
-        workers=1,
-    )
+    options = {"tokenizer": tokenizer_file, "valid_fraction": 0.2, "shard_tokens": 30_000}
+    build(str(corpus), tmp_path / "one", workers=1, **options)
     monkeypatch.setattr(encode_module, "BATCH_BYTES", 3_000)
-    seen: list[tuple[int, int, int]] = []
+    seen: list[tuple[int, ...]] = []
     manifest = build(
-        str(corpus),
-        tmp_path / "four",
-        tokenizer=tokenizer_file,
-        valid_fraction=0.2,
-        shard_tokens=30_000,
-        workers=4,
-        progress=lambda *numbers: seen.append(numbers),
+        str(corpus), tmp_path / "four", workers=4, progress=lambda *numbers: seen.append(numbers), **options
     )
     assert digests(tmp_path / "one") == digests(tmp_path / "four")
     assert seen == sorted(seen)
     total_bytes = sum(path.stat().st_size for path in corpus.iterdir())
-    assert seen[-1] == (
-        total_bytes,
-        total_bytes,
-        sum(shard.tokens for shard in (*manifest.train, *manifest.valid)),
-    )
+    tokens = sum(shard.tokens for shard in (*manifest.train, *manifest.valid))
+    assert seen[-1] == (total_bytes, total_bytes, tokens)
     assert os.environ.get("TOKENIZERS_PARALLELISM") is None
 
 

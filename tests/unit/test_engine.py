@@ -395,33 +395,19 @@ def test_generation_ends_where_the_context_does(model):
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("prompt", "new_tokens", "message"),
     [
-        (Request(prompt=(), sampling=Sampling(max_new_tokens=4)), "at least one token"),
-        (
-            Request(prompt=(1, 10**6), sampling=Sampling(max_new_tokens=4)),
-            "below the vocabulary of 37, got 1 to 1000000",
-        ),
-        (
-            Request(prompt=(1, 2**70), sampling=Sampling(max_new_tokens=4)),
-            f"below the vocabulary of 37, got 1 to {2**70}",
-        ),
-        (
-            Request(prompt=(1,) * 60, sampling=Sampling(max_new_tokens=4)),
-            "has 60 tokens, and the model's context holds 60",
-        ),
-        (
-            Request(prompt=(1,) * 41, sampling=Sampling(max_new_tokens=4)),
-            "has 41 tokens; the engine was made for 40",
-        ),
-        (
-            Request(prompt=(1,), sampling=Sampling(max_new_tokens=41)),
-            "wants 41 new tokens; the engine was made for 40",
-        ),
+        ((), 4, "at least one token"),
+        ((1, 10**6), 4, "below the vocabulary of 37, got 1 to 1000000"),
+        ((1, 2**70), 4, f"below the vocabulary of 37, got 1 to {2**70}"),
+        ((1,) * 60, 4, "has 60 tokens, and the model's context holds 60"),
+        ((1,) * 41, 4, "has 41 tokens; the engine was made for 40"),
+        ((1,), 41, "wants 41 new tokens; the engine was made for 40"),
     ],
 )
-def test_requests_that_do_not_fit_are_refused(model, request_, message):
+def test_requests_that_do_not_fit_are_refused(model, prompt, new_tokens, message):
     """Also among others, of which the message says nothing; the engine goes on."""
+    request_ = Request(prompt=prompt, sampling=Sampling(max_new_tokens=new_tokens))
     others = [Request(prompt=(i, 36), sampling=WARM) for i in (0, 2)]
     with make(model) as engine:
         for requests in ([request_], [others[0], request_, others[1]]):
@@ -448,25 +434,23 @@ def test_more_end_tokens_than_a_slot_holds_are_refused(model):
         make(model, eos_ids=range(STOP_IDS + 1))
 
 
-@pytest.mark.parametrize("how", [{"temperature": 1e-5}, {"top_k": 1}, {"top_p": 1e-9}])
-def test_the_coldest_sampling_is_greedy(model, how):
+@pytest.mark.parametrize(
+    ("how", "plain"),
+    [
+        ({"temperature": 1e-5}, GREEDY),
+        ({"top_k": 1}, GREEDY),
+        ({"top_p": 1e-9}, GREEDY),
+        ({"top_k": 1000}, WARM),
+    ],
+    ids=str,
+)
+def test_the_coldest_sampling_is_greedy_and_a_top_k_beyond_the_vocabulary_changes_nothing(model, how, plain):
     with make(model) as engine:
-        (greedy,) = engine.run(
-            [Request(prompt=(3, 1, 4), sampling=Sampling(temperature=0.0, max_new_tokens=12))]
-        )
-        (cold,) = engine.run(
-            [Request(prompt=(3, 1, 4), sampling=Sampling(**{"temperature": 1.0, **how}, max_new_tokens=12))]
-        )
-    assert cold.tokens == greedy.tokens
-
-
-def test_a_top_k_beyond_the_vocabulary_changes_nothing(model):
-    with make(model) as engine:
-        (free,) = engine.run([Request(prompt=(3,), sampling=WARM)])
-        (bounded,) = engine.run(
-            [Request(prompt=(3,), sampling=Sampling(temperature=1.0, max_new_tokens=12, top_k=1000))]
-        )
-    assert free.tokens == bounded.tokens
+        found = [
+            next(engine.run([Request(prompt=(3, 1, 4), sampling=sampling)])).tokens
+            for sampling in (plain, replace(WARM, **how))
+        ]
+    assert found[0] == found[1]
 
 
 def test_weights_that_training_changed_are_taken_up(model):

@@ -13,18 +13,17 @@ from typing import Any
 import pytest
 import torch
 from precision import CLOSE_FP32
-from rft_model import CONFIG, letters_recipe, session_of, tiny_model
+from rft_model import CONFIG, events_of, letters_place, session_of
 from test_server_engine import Fake, completion
 
 from redline.cli.main import main
 from redline.config.load import load_recipe
 from redline.config.recipe import LoraConfig
 from redline.engine.local import LocalEngine
-from redline.engine.request import Completion, Request
+from redline.engine.request import Completion, Engine, Request
 from redline.errors import ConfigError, DataError, MachineError
 from redline.model.lora import add_lora, merged
 from redline.record.observe import SAMPLING, Observers
-from redline.record.run import read_lines
 from redline.rft.run import generate_dataset
 from redline.rft.sample import Outcome, _Drawing, logprob_gap, sample, spelling
 from redline.rft.session import Session
@@ -37,11 +36,7 @@ from redline.train.restore import open_weights
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny model and its recipe."""
-    folder = tmp_path_factory.mktemp("rft")
-    tiny_model(folder / "model")
-    letters_recipe(folder, folder / "model")
-    return folder
+    return letters_place(tmp_path_factory)
 
 
 def draw(place: Path, run: Path, *overrides: str, watching: Any = None, **environment: str) -> Outcome:
@@ -99,7 +94,7 @@ def test_every_sample_is_scored_and_described(place, unbroken):
 
 
 def test_the_record_says_how_far_engine_and_training_disagree(unbroken):
-    (gap,) = [event for event in read_lines(unbroken / "events.jsonl") if event["event"] == "logprob_gap"]
+    (gap,) = events_of(unbroken, "logprob_gap")
     assert 0 <= gap["mean"] <= gap["max"] < 1e-4
     assert gap["completions"] == 20
 
@@ -193,7 +188,7 @@ def test_a_prompt_that_does_not_fit_is_refused(place, tmp_path):
         draw(place, tmp_path / "run", "sample.max_new_tokens=127")
 
 
-class Broken:
+class Broken(Engine):
     """An engine that gives the same sample twice."""
 
     def run(self, requests: Any) -> Iterator[Completion]:
@@ -203,10 +198,6 @@ class Broken:
         yield from ()
 
     def close(self) -> None: ...
-    def __enter__(self) -> "Broken":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def test_an_error_behind_the_engine_ends_the_run_and_is_raised(place, tmp_path, monkeypatch):
@@ -232,9 +223,7 @@ def test_running_out_of_memory_halves_the_slots_and_goes_on(place, unbroken, tmp
     assert outcome.why == "finished"
     assert outcome.drawn == outcome.samples
     assert_same_samples(tmp_path / "run", unbroken)
-    events = [
-        event for event in read_lines(tmp_path / "run" / "events.jsonl") if event["event"] == "out_of_memory"
-    ]
+    events = events_of(tmp_path / "run", "out_of_memory")
     assert [(event["slots_before"], event["slots"]) for event in events] == [(64, 32), (32, 16)]
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert (plan["slots"]["value"], plan["slots"]["source"]) == (16, "measurement")
@@ -274,8 +263,7 @@ def test_a_server_can_write_the_samples(place, tmp_path):
     assert all(prompt.startswith("Question: Write ") for prompt in prompts), (
         "text: a server has a tokenizer of its own"
     )
-    events = [event["event"] for event in read_lines(tmp_path / "run" / "events.jsonl")]
-    assert "logprob_gap" not in events
+    assert not events_of(tmp_path / "run", "logprob_gap")
 
 
 def test_a_chat_server_is_asked_with_messages(place, tmp_path):
@@ -308,7 +296,7 @@ def test_answers_that_were_cut_are_not_correct_are_not_kept_and_are_counted(plac
     assert all(row["tokens"] < 2 or "a" in row["text"] for row in rows if row["correct"])
     assert outcome.correct == sum(row["correct"] for row in rows) > 0
     assert outcome.cut == len(cut) == stats(tmp_path / "run")["cut"] == watching.seen[-1]["cut"]
-    (end,) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "sampling_end"]
+    (end,) = events_of(tmp_path / "run", "sampling_end")
     assert end["cut"] == len(cut)
     assert main(["rft", "stats", str(tmp_path / "run")]) == 0
     assert f"{len(cut):,} ran out of tokens" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from precision import CLOSE_FP32
-from rft_model import CONFIG, letters_recipe, planned, session_of, tiny_model
+from rft_model import CONFIG, events_of, letters_place, planned, session_of
 
 from redline.config.load import load_recipe, to_toml
 from redline.errors import ConfigError, DataError, RedlineError
@@ -36,10 +36,7 @@ from redline.tune.quality import final
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rft")
-    tiny_model(folder / "model")
-    letters_recipe(folder, folder / "model")
-    return folder
+    return letters_place(tmp_path_factory)
 
 
 def session_in(place: Path, run: Path, *overrides: str, watching: Any = None, **environment: str) -> Any:
@@ -51,6 +48,19 @@ def session_in(place: Path, run: Path, *overrides: str, watching: Any = None, **
 def finished(place: Path) -> tuple[Path, dict[str, Any]]:
     with session_in(place, place / "run") as session:
         return place / "run", run_all(session)
+
+
+def same_weights(*adapters: Path) -> bool:
+    one, other = (safetensors.torch.load_file(path / "adapter_model.safetensors") for path in adapters)
+    assert one.keys() == other.keys()
+    return all(one[name].equal(other[name]) for name in one)
+
+
+def change_tensors(path: Path) -> None:
+    weights = safetensors.torch.load_file(path)
+    safetensors.torch.save_file(
+        {name: weight + 1 for name, weight in weights.items()}, path, metadata={"format": "pt"}
+    )
 
 
 @pytest.fixture
@@ -119,12 +129,7 @@ def test_the_baseline_on_the_answers_stands_beside(place, run):
     assert (done["examples"], done["why"]) == (20, "finished")
     assert [line["accuracy"] for line in lines][1] == 1.0  # "aaa" is learnt in 24 updates
     assert (run / "adapter-answers" / "adapter_config.json").is_file()
-    one, other = (
-        safetensors.torch.load_file(run / name / "adapter_model.safetensors")
-        for name in ("adapter", "adapter-answers")
-    )
-    assert one.keys() == other.keys()
-    assert any(not one[name].equal(other[name]) for name in one)
+    assert not same_weights(run / "adapter", run / "adapter-answers")
 
 
 def test_full_fine_tuning_gives_a_model_that_opens(place, tmp_path):
@@ -154,15 +159,9 @@ def test_training_goes_on_to_the_same_adapter(place, finished, run):
         run_test(session, "samples")
     with session_in(place, run) as session:
         train(session, "samples")
-    (resumed,) = [
-        event for event in read_lines(run / "train-samples" / "events.jsonl") if event["event"] == "resume"
-    ]
+    (resumed,) = events_of(run / "train-samples", "resume")
     assert resumed["step"] == 9
-    mine, reference = (
-        safetensors.torch.load_file(path / "adapter" / "adapter_model.safetensors")
-        for path in (run, finished[0])
-    )
-    assert all(mine[name].equal(reference[name]) for name in reference)
+    assert same_weights(run / "adapter", finished[0] / "adapter")
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -267,9 +266,7 @@ def test_rows_a_second_are_those_of_the_whole_training(place, tmp_path):
 
 
 def test_a_run_that_trained_the_whole_model_opens_by_its_folder(place, tmp_path):
-    quick = ("lora=none", "train.epochs=1", "sample.samples_per_question=8", "test.rows=2")
-    recipe, plan, outside = planned(place / "letters.toml", quick)
-    reports = run_rounds(recipe, plan, tmp_path / "run", outside, 2)
+    reports = in_rounds(place, tmp_path / "run", "lora=none")
     assert [report["why"] for report in reports] == ["finished"] * 2
     assert open_weights(tmp_path / "run" / "round-2").source == tmp_path / "run" / "round-2" / "model"
 
@@ -355,15 +352,13 @@ def test_the_sampler_of_a_later_round_is_compared_and_one_that_is_gone_is_said(p
         return watching.notes
 
     assert not any("cannot check " in note for note in train_second())
-    adapter = first / "adapter" / "adapter_model.safetensors"
-    weights = safetensors.torch.load_file(adapter)
-    safetensors.torch.save_file({name: weight + 1 for name, weight in weights.items()}, adapter)
+    change_tensors(first / "adapter" / "adapter_model.safetensors")
     with pytest.raises(DataError, match=r"by another model \(\w+\) than what is now at .*round-1 \("):
         train_second()
     shutil.rmtree(first)
     (said,) = [note for note in train_second() if "cannot check " in note]
     assert "round-1" in said
-    assert [e["event"] for e in read_lines(second / "events.jsonl")].count("writer_not_checked") == 1
+    assert len(events_of(second, "writer_not_checked")) == 1
 
 
 def second_round(run: Path) -> Any:
@@ -397,13 +392,6 @@ def test_a_cpu_that_merges_with_other_last_bits_knows_the_sampler_again(rounds, 
         assert train(session, "samples")["why"] == "finished"
     with second_round(rounds) as session:
         assert sample(session).drawn == 0, "what the other machine drew counts"
-
-
-def change_tensors(path: Path) -> None:
-    weights = safetensors.torch.load_file(path)
-    safetensors.torch.save_file(
-        {name: weight + 1 for name, weight in weights.items()}, path, metadata={"format": "pt"}
-    )
 
 
 def test_the_hash_of_an_adapted_model_is_of_its_base_its_adapter_and_its_scale_and_not_of_where_they_lie(
@@ -458,11 +446,7 @@ def test_rounds_killed_after_the_first_go_on_from_another_folder(
     monkeypatch.chdir(tmp_path / "elsewhere")
     first, second = in_rounds(place, Path("../run"))
     assert (first["why"], second["why"], first["sample"]["drawn"]) == ("finished", "finished", 0)
-    mine, reference = (
-        safetensors.torch.load_file(run / "round-2" / "adapter" / "adapter_model.safetensors")
-        for run in (tmp_path / "run", two_rounds)
-    )
-    assert all(mine[name].equal(reference[name]) for name in reference)
+    assert same_weights(*(run / "round-2" / "adapter" for run in (tmp_path / "run", two_rounds)))
 
 
 def test_the_base_is_tested_and_sampled_as_it_was_after_a_training_in_the_same_session(

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rft_model import planned, tiny_model
-from rl_model import letters_rl, run_rl, training
+from rft_model import events_of, planned, tiny_model
+from rl_model import kill_after, letters_rl, run_rl, training
 from trl_losses import CAP, CLIP_HIGH, CLIP_LOW, STORED, VARIANTS, record
 
 from redline.config.rl import RlConfig
@@ -22,7 +22,6 @@ from redline.errors import TrainingError
 from redline.record.metrics import METRICS
 from redline.record.run import read_lines
 from redline.rl.algorithm import Columns, Part, columns_of, shared_tokens, shares_of
-from redline.rl.domains import Domains
 from redline.rl.grpo import GRPO, advantages, divergence, policy_loss
 from redline.rl.imitation import IMITATION
 from redline.rl.ppo import PPO, generalised_advantages, make_critic, value_loss
@@ -195,20 +194,8 @@ def test_the_same_seed_gives_the_same_run_and_another_another(place, unbroken, t
 
 @pytest.mark.parametrize("drawn", [3, 14])
 def test_a_run_that_was_killed_loses_and_repeats_no_answer(place, unbroken, tmp_path, monkeypatch, drawn):
-    """Broken off after so many groups were drawn; the groups that are in the files are not drawn again."""
-    generated: list[tuple[int, tuple[str, int]]] = []
-    answers = Domains.answers
-
-    def counting(self: Domains, engine: Any, asked: Any, **how: Any) -> Any:
-        for key, samples in answers(self, engine, asked, **how):
-            if "seed" in how:  # not a validation
-                if len(generated) == drawn and not (tmp_path / "killed").exists():
-                    (tmp_path / "killed").touch()
-                    raise KeyboardInterrupt
-                generated.append((how["seed"].args[0], key))
-            yield key, samples
-
-    monkeypatch.setattr(Domains, "answers", counting)
+    """The groups that are in the files are not drawn again."""
+    generated = kill_after(monkeypatch, drawn)
     with pytest.raises(KeyboardInterrupt):
         run_rl(place, tmp_path / "run")
     run_rl(place, tmp_path / "run")
@@ -302,8 +289,8 @@ def test_a_step_without_a_lesson_changes_nothing_and_says_so(place, tmp_path):
     trained = read_tensors(resolve(tmp_path / "run"), "model.")
     base = open_weights(place.parent / "model").loaded.weights
     assert all(torch.equal(trained[name], base[name]) for name in trained)
-    events = read_lines(tmp_path / "run" / "events.jsonl")
-    assert [event["step"] for event in events if event["event"] == "nothing_to_learn"] == [1]
+    events = events_of(tmp_path / "run", "nothing_to_learn")
+    assert [event["step"] for event in events] == [1]
 
 
 FAILING = """
@@ -330,9 +317,7 @@ def test_a_scorer_that_raises_or_dies_costs_its_own_answer(place, tmp_path):
     failed = [answer for one in Samples(tmp_path / "run").of(1) for answer in one.answers if answer.reason]
     assert failed
     assert all(answer.reward == 0 and not answer.correct for answer in failed)
-    (event,) = (
-        line for line in read_lines(tmp_path / "run" / "events.jsonl") if line["event"] == "scorer_failed"
-    )
+    (event,) = events_of(tmp_path / "run", "scorer_failed")
     assert event["answers"] == len(failed)
 
 
@@ -351,9 +336,7 @@ def test_out_of_memory_while_generating_goes_on_with_half_of_the_slots(
 
     monkeypatch.setattr(LocalEngine, "run", limited)
     run_rl(place, tmp_path / "run", ["train.steps=1", "plan.slots=16"])
-    (event,) = (
-        line for line in read_lines(tmp_path / "run" / "events.jsonl") if line["event"] == "out_of_memory"
-    )
+    (event,) = events_of(tmp_path / "run", "out_of_memory")
     assert (event["slots_before"], event["slots"]) == (16, 8)
     drawn = [
         {group.key: [answer.tokens for answer in group.answers] for group in Samples(run).of(1)}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from precision import CLOSE_FP32
 from rft_model import planned, tiny_model
-from rl_model import letters_rl, run_rl, training
+from rl_model import kill_after, letters_rl, run_rl, training
 
 from redline.engine.local import LocalEngine
 from redline.engine.ray import OnRay
@@ -22,7 +22,6 @@ from redline.errors import ConfigError
 from redline.model.lora import merge
 from redline.record.run import read_lines
 from redline.rl import policy
-from redline.rl.domains import Domains
 from redline.rl.samples import Samples
 from redline.train.checkpoint import read_tensors
 from redline.train.places import resolve
@@ -134,19 +133,7 @@ def test_what_was_drawn_ahead_of_a_kill_is_neither_lost_nor_drawn_again(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: int
 ) -> None:
     """Killed while the thread that draws ahead has so many groups, 4 in a step."""
-    found: list[tuple[int, Any]] = []
-    answers = Domains.answers
-
-    def counting(self: Domains, run: Any, asked: Any, **how: Any) -> Any:
-        for key, samples in answers(self, run, asked, **how):
-            if "seed" in how:
-                if len(found) == drawn and not (tmp_path / "killed").exists():
-                    (tmp_path / "killed").touch()
-                    raise KeyboardInterrupt
-                found.append((how["seed"].args[0], key))
-            yield key, samples
-
-    monkeypatch.setattr(Domains, "answers", counting)
+    found = kill_after(monkeypatch, drawn)
     sets = [*BEHIND, "train.steps=5", "train.checkpoint_every=1"]
     with pytest.raises(KeyboardInterrupt):
         run_rl(recipe, tmp_path / "run", sets, on=OnRay())
@@ -156,10 +143,8 @@ def test_what_was_drawn_ahead_of_a_kill_is_neither_lost_nor_drawn_again(
     assert sorted(found) == [(step, ("letters", n)) for step in range(1, 6) for n in range(4)]
     for name, lines in before.items():
         assert (tmp_path / "run" / "samples" / name).read_bytes().startswith(lines)
-    first = {
-        0,
-        resumed_from,
-    }  # in flight: partly from before, the rest from the weights of the attempt that resumes
+    # in flight: partly from before, the rest from the weights of the attempt that resumes
+    first = {0, resumed_from}
     assert all(
         behind <= {max(0, step - 2), *first} for step, behind in enumerate(versions(tmp_path / "run", 5), 1)
     )

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,26 +19,19 @@ from redline.tasks.task import STOP, Question, Task, Verdict, prompt_messages, p
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tasks.md"
 
 
-def no_questions(split: str, count: int | None, seed: int) -> list[Question]:
-    return []
-
-
-def wrong(question: Question, completion: str) -> Verdict:
-    return Verdict(False, True, 0.0, completion)
+def made(**fields: Any) -> Task:
+    """A task without questions, to whose scorer every answer is wrong."""
+    return Task(
+        name="t", about="", questions=lambda split, count, seed: [],
+        score=lambda question, completion: Verdict(False, True, 0.0, completion), **fields,
+    )  # fmt: skip
 
 
 # ---- prompts and metrics ----
 
 
 def test_prompts_hold_instruction_examples_and_question():
-    task = Task(
-        name="t",
-        about="",
-        questions=no_questions,
-        score=wrong,
-        instruction="Add.",
-        examples=(("1+1?", "2"), ("2+2?", "4")),
-    )
+    task = made(instruction="Add.", examples=(("1+1?", "2"), ("2+2?", "4")))
     asked = Question("q", "3+3?", "6")
     text = prompt_text(task, asked)
     assert text == "Add.\n\nQuestion: 1+1?\nAnswer: 2\n\nQuestion: 2+2?\nAnswer: 4\n\nQuestion: 3+3?\nAnswer:"
@@ -49,8 +43,7 @@ def test_prompts_hold_instruction_examples_and_question():
         ("assistant", "2"),
         ("user", "3+3?"),
     ]
-    bare = Task(name="t", about="", questions=no_questions, score=wrong)
-    assert prompt_messages(bare, asked) == [{"role": "user", "content": "3+3?"}]
+    assert prompt_messages(made(), asked) == [{"role": "user", "content": "3+3?"}]
 
 
 def test_metrics_by_hand():
@@ -211,10 +204,9 @@ def test_a_mistake_is_one_line(capsys, tmp_path, monkeypatch, arguments, code, s
 
 
 def test_an_answer_ends_where_the_task_says():
-    task = Task(name="t", about="", questions=no_questions, score=wrong, end="</answer>")
+    task, plain = made(end="</answer>"), made()
     assert task.answer_of("so <answer>3</answer> is it. <answer>4</answer>") == "so <answer>3</answer>"
     assert task.answer_of("so <answer>3") == "so <answer>3"
-    plain = Task(name="t", about="", questions=no_questions, score=wrong)
     assert plain.answer_of("all of it") == "all of it"
     whole, part = "so <answer>3</answer>", "so <answer>3"
     assert [task.finished(text, "stop") for text in (whole, part)] == [True, True]
