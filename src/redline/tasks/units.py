@@ -22,114 +22,24 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from redline.errors import ConfigError
+from redline.record.files import shipped
 from redline.tasks.answers import END, judged
 from redline.tasks.domain import SPLITS, check_split
 from redline.tasks.task import Question, Task, Verdict, at_most, read_split
 
-_YEAR_S = Fraction("365.24219878125") * 86400
-_FLUID_OUNCE_ML = Fraction("29.5735295625")
-_MILE_M = Fraction("1609.344")
-_FOOT_M = Fraction("0.3048")
-
+_DATA = shipped("tasks/units.toml")
 FAMILIES: dict[str, list[tuple[Fraction, str]]] = {
-    # The size of a unit in one common measure, and its spellings, parted by commas.
-    "time": [
-        (Fraction(1), "second,s,sec,seconds"),
-        (Fraction(60), "minute,min"),
-        (Fraction(3600), "hour,h,hours"),
-        (Fraction(86400), "day,days"),
-        (Fraction(604800), "week,weeks"),
-        (_YEAR_S / 12, "month,months"),
-        (_YEAR_S, "year,years"),
-        (_YEAR_S * 10, "decade,decades"),
-        (_YEAR_S * 100, "century,centuries"),
-    ],
-    "mass": [
-        (Fraction(1), "gram,g"),
-        (Fraction(1000), "kg"),
-        (Fraction("453.59237"), "pound"),
-        (Fraction("28.349523125"), "ounce"),
-        (Fraction(10**6), "ton,tonne,metric ton"),
-    ],
-    "volume": [
-        (Fraction(1), "milliliter,mL,ml,millilitre"),
-        (Fraction(1), "cc,cm^3,cm**3"),  # apart from millilitres: converting one into the other is a question
-        (Fraction(1, 1000), "mm^3,mm**3"),
-        (Fraction(1000), "liter,L,l,litre"),
-        (Fraction(10**6), "m^3,m**3"),
-        (_FLUID_OUNCE_ML, "fluid ounce,ounce"),
-        (_FLUID_OUNCE_ML * 16, "pint"),
-        (_FLUID_OUNCE_ML * 32, "quart"),
-        (_FLUID_OUNCE_ML * 128, "gallon"),
-    ],
-    "speed": [
-        (Fraction(1), "m/s"),
-        (Fraction(1000, 3600), "km/h,kmh"),
-        (_MILE_M / 3600, "mph,mi/h"),
-        (_FOOT_M, "ft/s"),
-        (_FOOT_M / 12, "in/s"),
-    ],
-    "length": [
-        (Fraction(1, 1000), "mm"),
-        (Fraction(1, 100), "cm"),
-        (Fraction(1), "meter,m"),
-        (Fraction(1000), "km"),
-        (_FOOT_M / 12, "in"),
-        (_FOOT_M, "ft"),
-        (_FOOT_M * 3, "yd"),
-        (_MILE_M, "miles,mi"),
-    ],
-    "data": [
-        (Fraction(1, 8), "bit"),
-        (Fraction(1), "byte,B"),
-        (Fraction(10**3), "kB,KB"),
-        (Fraction(10**6), "MB,M"),
-        (Fraction(10**9), "GB,G"),
-    ],
+    name: [(Fraction(size), spellings) for size, spellings in units]
+    for name, units in _DATA["families"].items()
 }
-
-TEMPLATES = (
-    "Can you change {n} {a} to its equivalent in {b}?",
-    "Express {n} {a} as a quantity of {b}.",
-    "Tell me how many {b} are there in {n} {a}.",
-    "What is the conversion of {n} {a} to {b}?",
-    "How much is {n} {a} when converted to {b}?",
-    "Convert the measurement of {n} {a} into {b}.",
-    "Please convert {n} {a} into {b}.",
-    "How do we express {n} {a} in terms of {b}?",
-    "How many {b} are there per {n} {a}?",
-    "Can you provide the conversion value from {a} to {b} for {n} units?",
-    "What is the equivalent of {n} {a} in {b}?",
-    "How does {n} {a} measure up in terms of {b}?",
-    "What is the measurement of {n} {a} when converted into {b}?",
-    "How many {b} is {n} {a}?",
-    "What does {n} {a} equal in {b} terms?",
-    "Convert {n} {a} to {b}?",
-    "What is {n} {a} in {b}?",
-    "Could you provide the value of {n} {a} in {b}?",
-    "How do we translate {n} {a} into {b}?",
-    "Could you convert {n} {a} to its corresponding value in {b}?",
-    "Could you give the conversion from {a} to {b} for {n} units?",
-    "How many {b} make up {n} {a}?",
-    "What is the conversion from {a} to {b} for {n} units?",
-)
+"""The size of a unit in one common measure, and its spellings, parted by commas."""
+TEMPLATES: list[str] = _DATA["questions"]["templates"]
+EXAMPLES = tuple((asked, completion) for asked, completion in _DATA["questions"]["examples"])
 NUMBERS = range(1, 11)
 INSTRUCTION = (
     "Convert the units. Reason in one short line and end with the number in answer tags, like"
     " <answer>12.5</answer>."
 )
-EXAMPLES = (
-    ("How many gram are there per 9 kg?", "1 kg is 1000 gram. 9 * 1000 = <answer>9000</answer>"),
-    ("What is 3 ft in cm?", "1 ft is 30.48 cm. 3 * 30.48 = <answer>91.44</answer>"),
-    ("How do we express 5 week in terms of hour?", "1 week is 168 hour. 5 * 168 = <answer>840</answer>"),
-    ("Convert 7 byte to bit?", "1 byte is 8 bit. 7 * 8 = <answer>56</answer>"),
-    (
-        "Could you provide the value of 2 quart in mL?",
-        "1 quart is 946.353 mL. 2 * 946.353 = <answer>1892.706</answer>",
-    ),
-    ("Please convert 4 mph into km/h.", "1 mph is 1.609 km/h. 4 * 1.609 = <answer>6.436</answer>"),
-)
-"""One of each family; none is a validation question, generated or of the public files."""
 
 
 class Conversion(NamedTuple):
