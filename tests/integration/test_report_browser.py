@@ -21,7 +21,7 @@ from run_folders import ABLATION, EVALUATIONS, EVENTS, HOSTILE, jsonl, lines, wr
 from redline.record.read import read_runs
 from redline.report.page import write_page
 from redline.report.serve import make_server
-from redline.report.view import view
+from redline.report.view import RunView
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install 'redline[dev]'"
@@ -92,8 +92,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for name, faster in (("a", 1), ("a-long-name-" * 8, 2))
     ]
     found = {"one": root / "one.html", "two": root / "two.html"}
-    write_page([view(run) for run in read_runs([full])], found["one"])
-    write_page([view(run, place) for place, run in enumerate(read_runs(two))], found["two"])
+    write_page([RunView(run) for run in read_runs([full])], found["one"])
+    write_page([RunView(run, place) for place, run in enumerate(read_runs(two))], found["two"])
     return found
 
 
@@ -155,12 +155,12 @@ def test_pointing_at_an_update_tells_the_validation_before_it_and_when_it_was(
     ]
     short = write_run(tmp_path / "short", metrics=made[:10])
     paths = [write_run(tmp_path / "whole", metrics=made), short]
-    write_page([view(run) for run in read_runs(paths[:1])], tmp_path / "one.html")
-    write_page([view(run, place) for place, run in enumerate(read_runs(paths))], tmp_path / "two.html")
+    write_page([RunView(run) for run in read_runs(paths[:1])], tmp_path / "one.html")
+    write_page([RunView(run, place) for place, run in enumerate(read_runs(paths))], tmp_path / "two.html")
 
     long = [line | {"tokens_per_s": float(line["step"])} for line in lines(900)]  # 3 updates a point
     long_run = write_run(tmp_path / "long", metrics=long)
-    write_page([view(run) for run in read_runs([long_run])], tmp_path / "long.html")
+    write_page([RunView(run) for run in read_runs([long_run])], tmp_path / "long.html")
     opened = Opened(chromium, (tmp_path / "long.html").as_uri())
     over = opened.page.locator("figure[data-chart=tokens_per_s] .u-over")
     over.hover(position={"x": over.bounding_box()["width"] - 1, "y": 40})
@@ -230,7 +230,7 @@ def test_losses_of_every_fifth_update(chromium: Any, tmp_path: Path) -> None:
         ("broken", [*made[:5], *(line | {"loss": None} for line in made[5:])]),
     ):
         write_page(
-            [view(run) for run in read_runs([write_run(tmp_path / name, metrics=changed)])],
+            [RunView(run) for run in read_runs([write_run(tmp_path / name, metrics=changed)])],
             tmp_path / f"{name}.html",
         )
     opened = Opened(chromium, (tmp_path / "sparse.html").as_uri())

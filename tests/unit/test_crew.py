@@ -18,7 +18,7 @@ from redline.record.words import told
 from redline.report.crew import Crew, crew
 from redline.report.page import page
 from redline.report.terminal import print_report
-from redline.report.view import event_rows, view
+from redline.report.view import RunView, event_rows
 from redline.train.instruments import own_time, slowest
 from redline.train.process import Process
 
@@ -143,7 +143,7 @@ def test_the_events_of_workers_are_told_and_the_lost_ones_in_red(tmp_path: Path)
 
 
 def test_page_terminal_and_watch_show_them(tmp_path: Path) -> None:
-    shown = view(read_run(of_four(tmp_path, 0.4, workers=WORKERS)))
+    shown = RunView(read_run(of_four(tmp_path, 0.4, workers=WORKERS)))
     console = Console(record=True, width=160, file=io.StringIO())
     print_report([shown], console)
     for text in (page([shown]), console.export_text()):

@@ -23,7 +23,7 @@ from redline.report.ablation import ablation
 from redline.report.compare import comparable, ratio
 from redline.report.figures import summarise, time_parts
 from redline.report.series import curves
-from redline.report.view import accuracies, plan_rows, side_by_side, view
+from redline.report.view import RunView, accuracies, plan_rows, side_by_side
 
 
 class TestFigures:
@@ -82,7 +82,7 @@ class TestFigures:
         assert (parts["sampling"].elapsed_s, parts["tests"].elapsed_s) == (10.0, 3.0)
         assert sum(part.elapsed_s for part in parts.values()) == pytest.approx(10 + 3 + 25.5)
         assert parts["updates"].note.startswith("fine-tuning on the samples")
-        bars = {bar.name: bar.note for bar in view(run).speed_bars}
+        bars = {bar.name: bar.note for bar in RunView(run).speed_bars}
         assert bars["fine-tuning"] == "without sampling and tests"
         assert "whole run" not in bars
 
@@ -158,7 +158,7 @@ class TestFigures:
             None,
             None,
         )
-        view(read_run(tmp_path / "a"))
+        RunView(read_run(tmp_path / "a"))
 
     @pytest.mark.parametrize(
         ("last", "ending", "text"),
@@ -264,13 +264,13 @@ class TestComparison:
         assert "compares the validation losses of different recipes" in verdict.text
         (paths[1] / "plan.json").write_text(json.dumps(plan(work="other")))
         assert comparable(read_runs(paths)).level == "loss only"
-        assert "against the first" not in dict(side_by_side([view(run) for run in read_runs(paths)]))
+        assert "against the first" not in dict(side_by_side([RunView(run) for run in read_runs(paths)]))
         written = (paths[1] / "recipe.toml").read_text()
         (paths[1] / "recipe.toml").write_text(written.replace("tinyshakespeare", "other"))
         assert comparable(read_runs(paths)).level == "no"
         (paths[1] / "plan.json").write_text(json.dumps(plan()))
         assert comparable(read_runs(paths)).level == "speed only"
-        assert "against the first" in dict(side_by_side([view(run) for run in read_runs(paths)]))
+        assert "against the first" in dict(side_by_side([RunView(run) for run in read_runs(paths)]))
         (paths[1] / "recipe.toml").unlink()
         assert comparable(read_runs(paths)).level == "no"
 
@@ -424,7 +424,7 @@ class TestCommand:
         first = found["runs"][0]
         assert (first["plan"], first["events"]) == (plan(), EVENTS)
         assert [finding["cause"] for finding in first["findings"]] == [
-            shown.cause for shown in view(read_run(tmp_path / "a")).findings or []
+            shown.cause for shown in RunView(read_run(tmp_path / "a")).findings or []
         ]
         assert [run["speed"]["update"]["value"] for run in found["runs"]] == [2000, 2000]
         assert (tmp_path / "both.html").exists()
@@ -471,7 +471,7 @@ class TestCommand:
 
     def test_nothing_found_is_said(self, tmp_path: Path) -> None:
         made = [line | {"data_wait_s": 0.0} for line in lines()]
-        shown = view(read_run(write_run(tmp_path / "a", metrics=made, events=EVENTS[:1])))
+        shown = RunView(read_run(write_run(tmp_path / "a", metrics=made, events=EVENTS[:1])))
         assert (shown.findings, shown.remark) == ([], "Nothing found that would bring more than 5 %.")
 
     def test_findings_of_an_rft_run_are_those_of_redline_diagnose(
@@ -488,7 +488,7 @@ class TestCommand:
         for name, correct, causes in (("a", 10, ["few-correct"]), ("b", 100, None)):
             path = write_rft(tmp_path / name, correct=correct)
             (path / "train-samples" / "metrics.jsonl").unlink()
-            found = view(read_run(path)).findings
+            found = RunView(read_run(path)).findings
             assert (None if found is None else [each.cause for each in found]) == causes
 
     def test_a_folder_of_rounds_is_reported_side_by_side(
@@ -535,5 +535,5 @@ def test_a_plan_of_another_version_is_shown(tmp_path: Path) -> None:
         "hardware": 7,
     }
     run = read_run(write_run(tmp_path / "a", plan_changes=changed))
-    assert [name for name, *_ in view(run).plan] == ["precision", "micro_batch", "new_value"]
+    assert [name for name, *_ in RunView(run).plan] == ["precision", "micro_batch", "new_value"]
     assert dataclasses.asdict(summarise(run))["hardware"] is None

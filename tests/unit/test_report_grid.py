@@ -14,7 +14,7 @@ from redline.record.read import read_run
 from redline.record.units import factor
 from redline.report.grid import Grid
 from redline.report.terminal import print_report
-from redline.report.view import view
+from redline.report.view import RunView
 
 ROWS = [
     {
@@ -29,7 +29,7 @@ ROWS = [
 
 def printed(folder: Path, width: int) -> str:
     console = Console(file=io.StringIO(), width=width)
-    print_report([view(read_run(folder))], console)
+    print_report([RunView(read_run(folder))], console)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text
 

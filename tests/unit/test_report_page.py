@@ -2,7 +2,6 @@
 stays small."""
 
 import base64
-import dataclasses
 import hashlib
 import json
 import re
@@ -15,7 +14,7 @@ from run_folders import ABLATION, EVALUATIONS, EVENTS, HOSTILE, jsonl, lines, wr
 
 from redline.record.read import read_run, read_runs
 from redline.report.page import ASSETS, page
-from redline.report.view import view
+from redline.report.view import RunView
 from redline.rft.store import Sample, Store
 from redline.tasks.task import Question
 
@@ -56,7 +55,7 @@ def hostile(tmp_path: Path) -> Path:
 
 
 def test_text_of_a_run_is_never_taken_for_html(hostile: Path) -> None:
-    shown = Elements(page([view(read_run(hostile))]))
+    shown = Elements(page([RunView(read_run(hostile))]))
     assert not [tag for tag, _ in shown.elements if tag == "img"]
     assert len(shown.scripts) == 2
     assert not [name for _, attributes in shown.elements for name in attributes if name.startswith("on")]
@@ -67,7 +66,7 @@ def test_text_of_a_run_is_never_taken_for_html(hostile: Path) -> None:
 def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
     text = page(
         [
-            view(run, i)
+            RunView(run, i)
             for i, run in enumerate(read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b")]))
         ]
     )
@@ -82,7 +81,7 @@ def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
 
 
 def test_the_policy_allows_the_page_s_own_script_and_no_other(tmp_path: Path) -> None:
-    shown = Elements(page([view(read_run(write_run(tmp_path / "a")))]))
+    shown = Elements(page([RunView(read_run(write_run(tmp_path / "a")))]))
     policy = next(a["content"] for tag, a in shown.elements if tag == "meta" and a.get("http-equiv"))
     digest = base64.b64encode(hashlib.sha256(shown.scripts[1].encode()).digest()).decode()
     assert policy is not None
@@ -110,7 +109,7 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
         for step in range(0, 20_000, 50)
     ]
     path = write_run(tmp_path / "a", metrics=made, events=[*EVENTS[:1], *validations, *EVENTS[1:]])
-    text = page([view(read_run(path))])
+    text = page([RunView(read_run(path))])
     assert len(text.encode()) < 250_000
     assert text.count(">validation<") <= 100
     assert "304 more" in text
@@ -118,16 +117,17 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_no_number_any_more_is_said_and_marked(tmp_path: Path) -> None:
     made = [line | {"loss": None if line["step"] > 31 else line["loss"]} for line in lines()]
-    text = page([view(read_run(write_run(tmp_path / "a", metrics=made)))])
+    text = page([RunView(read_run(write_run(tmp_path / "a", metrics=made)))])
     assert "not a number" in text
     assert "from update 32 on; the last number was 3.4500" in text
     assert '"broken":{"step":32,"tokens":32000,"elapsed_s":21.5}' in text
-    assert '"broken":null' in page([view(read_run(write_run(tmp_path / "b")))])
+    assert '"broken":null' in page([RunView(read_run(write_run(tmp_path / "b")))])
 
 
 def test_what_is_said_beside_findings(tmp_path: Path) -> None:
-    shown = view(read_run(write_run(tmp_path / "a")))
-    text = page([dataclasses.replace(shown, remark="beside <them>")])
+    shown = RunView(read_run(write_run(tmp_path / "a")))
+    shown.remark = "beside <them>"
+    text = page([shown])
     assert shown.findings
     assert text.index(shown.findings[-1].title) < text.index("beside &lt;them&gt;")
 
@@ -146,7 +146,7 @@ def test_an_rft_run_shows_its_samples(tmp_path: Path) -> None:
         )
         row = Sample("q1", 0, "text", 5, None, None, "stop", True, True, 1.0, "1", None, "key", 0, 0.0)
         store.add(source, [row, row._replace(sample=1, correct=False, reasoning_key=None)])
-    text = page([view(read_run(path))])
+    text = page([RunView(read_run(path))])
     assert "How long is &lt;b&gt;a mile&lt;/b&gt;?" in text
     for part in ("1 of 1 (100.0 %)", "1 of 2 (50.0 %)", "63.0 %", "after RFT"):
         assert part in text

@@ -16,7 +16,7 @@ from redline.record.read import read_run
 from redline.report.page import page
 from redline.report.reinforcement import Share, compared, reinforcement
 from redline.report.terminal import print_report
-from redline.report.view import view
+from redline.report.view import RunView
 
 RECIPE = """name = "rl"
 workload = "rl"
@@ -157,7 +157,7 @@ def test_samples_that_are_none_cost_their_own_line(tmp_path: Path, line: bytes) 
 
 
 def test_the_page_and_the_terminal_show_accuracies_first(tmp_path: Path) -> None:
-    shown = view(read_run(write_rl(tmp_path / "a")))
+    shown = RunView(read_run(write_rl(tmp_path / "a")))
     assert [tile.label for tile in shown.tiles[:2]] == ["accuracy, units", "accuracy, letters"]
     assert shown.tiles[0].value == "60.0%"
     assert not any("loss" in tile.label for tile in shown.tiles), "the loss of a policy says nothing"

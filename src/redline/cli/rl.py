@@ -27,7 +27,7 @@ from redline.record.units import DASH, format_bytes, format_duration, format_sha
 from redline.report.grid import show
 from redline.report.page import write_page
 from redline.report.reinforcement import Compared, compared
-from redline.report.view import view
+from redline.report.view import RunView
 
 if TYPE_CHECKING:
     from redline.rl.doctor import Report
@@ -98,7 +98,7 @@ def _compare(options: argparse.Namespace) -> None:
     base, other = read_runs([Path(options.baseline), Path(options.other)])
     found = compared(base, other)
     if options.out:
-        write_page([view(base, 0), view(other, 1)], options.out)
+        write_page([RunView(base, 0), RunView(other, 1)], options.out)
         status(f"page: {options.out}")
     answer(options, asdict(found), lambda: print_compared(found, (base.label, other.label)))
 

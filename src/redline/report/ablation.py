@@ -24,27 +24,34 @@ class Tick(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class Row:
-    name: str
-    title: str
-    claimed: str
-    source: str
-    """Who claims it."""
-    measured: str
-    interval: str
-    judged: str
-    """The comparison's verdict, or why there is none; and whether the change was kept."""
-    note: str
-    speed: str
-    memory: str
-    numerics: str
-    quality: tuple[str, str]
-    """`loss` or `accuracy`, and what both states train to; empty if that was not asked for."""
-    at: float | None
-    interval_at: tuple[float, float] | None
-    """Left edge and width."""
-    claimed_at: tuple[float, float] | None
+    """A line of ablation.json as it is shown. `place` gives the place of a factor."""
+
+    def __init__(self, row: Line, place: Callable[[float], float]) -> None:
+        def text(name: str) -> str:
+            return str(row.get(name) or "")
+
+        value, size = number(row.get("measured_ratio")), number(row.get("memory_bytes"))
+        before, speed = number(row.get("before_tokens_per_s")), number(row.get("tokens_per_s"))
+        interval, claim = _pair([row.get("low"), row.get("high")]), _pair(row.get("claimed"))
+        outcome, stage = text("outcome") or "ok", row.get("stage")
+        verdict = text("verdict") if outcome == "ok" else outcome.replace("_", " ")
+        self.name, self.title = text("name") + (", again" if stage == "second try" else ""), text("title")
+        self.claimed, self.source = _range(claim) if claim else DASH, text("source")
+        self.measured = f"{factor(value)}×" if value else DASH
+        self.interval = f"{factor(interval[0])} to {factor(interval[1])}×" if interval else ""
+        self.judged = ", ".join(filter(None, (verdict, "kept" if row.get("kept") is True else "")))
+        """The comparison's verdict, or why there is none; and whether the change was kept."""
+        self.note = "; ".join(filter(None, (self.title if stage == "all" else "", text("note"))))
+        self.speed = f"{f'{exact(before)} to ' if before else ''}{exact(speed)} tokens/s" if speed else ""
+        self.memory, self.numerics = format_bytes(size) if size else "", text("numerics")
+        self.quality = _quality(row.get("quality"))
+        """`loss` or `accuracy`, and what both states train to; empty if that was not asked for."""
+        self.at = place(value) if value and value > 0 else None
+        self.interval_at, self.claimed_at = (
+            (place(pair[0]), place(pair[1]) - place(pair[0])) if pair else None for pair in (interval, claim)
+        )
+        """Left edge and width."""
 
     @property
     def verdict(self) -> str:
@@ -97,7 +104,7 @@ def _chart(title: str, rows: list[Line], place: Callable[[float], float], ticks:
     """A chart; what could not be tried here is listed below it with the reason."""
     out = [row for row in rows if row.get("outcome") == "not applicable"]
     left_out = [(str(row.get("name", "")), str(row.get("note") or "")) for row in out]
-    shown = [_row(row, place) for row in rows if row not in out]
+    shown = [Row(row, place) for row in rows if row not in out]
     return Ablation(title, shown, left_out, place(1.0), ticks)
 
 
@@ -115,33 +122,6 @@ def _pair(value: Any) -> tuple[float, float] | None:
         return None
     low, high = number(value[0]), number(value[1])
     return (low, high) if low and high and 0 < low <= high else None
-
-
-def _row(row: Line, place: Callable[[float], float]) -> Row:
-    value, size = number(row.get("measured_ratio")), number(row.get("memory_bytes"))
-    before, speed = number(row.get("before_tokens_per_s")), number(row.get("tokens_per_s"))
-    interval, claim = _pair([row.get("low"), row.get("high")]), _pair(row.get("claimed"))
-    outcome = str(row.get("outcome") or "ok")
-    verdict = str(row.get("verdict") or "") if outcome == "ok" else outcome.replace("_", " ")
-    kept = "kept" if row.get("kept") is True else ""
-    kept_list = str(row.get("title") or "") if row.get("stage") == "all" else ""
-    return Row(
-        name=str(row.get("name", "")) + (", again" if row.get("stage") == "second try" else ""),
-        title=str(row.get("title") or ""),
-        claimed=_range(claim) if claim else DASH,
-        source=str(row.get("source") or ""),
-        measured=f"{factor(value)}×" if value else DASH,
-        interval=f"{factor(interval[0])} to {factor(interval[1])}×" if interval else "",
-        judged=", ".join(filter(None, (verdict, kept))),
-        note="; ".join(filter(None, (kept_list, str(row.get("note") or "")))),
-        speed=f"{f'{exact(before)} to ' if before else ''}{exact(speed)} tokens/s" if speed else "",
-        memory=format_bytes(size) if size else "",
-        numerics=str(row.get("numerics") or ""),
-        quality=_quality(row.get("quality")),
-        at=place(value) if value and value > 0 else None,
-        interval_at=(place(interval[0]), place(interval[1]) - place(interval[0])) if interval else None,
-        claimed_at=(place(claim[0]), place(claim[1]) - place(claim[0])) if claim else None,
-    )
 
 
 def _quality(value: Any) -> tuple[str, str]:

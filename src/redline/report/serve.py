@@ -9,7 +9,7 @@ import json
 import sys
 import threading
 import time
-from dataclasses import replace
+from copy import copy
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +21,7 @@ from redline.record.follow import Followed
 from redline.record.read import Run
 from redline.report import page
 from redline.report.series import broken, curves
-from redline.report.view import RunView, view
+from redline.report.view import RunView
 
 
 class Watched(Followed):
@@ -40,14 +40,15 @@ class Watched(Followed):
             began_s = time.monotonic()
             ended = self._shown is not None and self._shown.run.state.over != run.state.over
             if self._shown is None or ended or began_s >= self._shown_until:
-                self._shown = view(run)
+                self._shown = RunView(run)
                 self._shown_until = time.monotonic() + 19 * (time.monotonic() - began_s)
             return self._shown
 
     def page(self) -> str:
         run, generation = self.now()
-        live = {"generation": generation, "offset": len(run.metrics)}
-        return page.page([replace(self.shown(run), run=run)], live=live)
+        shown = copy(self.shown(run))
+        shown.run = run
+        return page.page([shown], live={"generation": generation, "offset": len(run.metrics)})
 
     def news(self, generation: int, offset: int) -> dict[str, Any]:
         """What is new to a page that has drawn `offset` updates of a generation."""

@@ -8,7 +8,6 @@ once, for the page and the terminal. `place` is the run's place among those show
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +26,9 @@ from redline.record.units import (
     format_share,
 )
 from redline.record.words import BAD, LOST, told, told_validation
-from redline.report.ablation import Ablation, ablation
+from redline.report.ablation import ablation
 from redline.report.compare import comparable, ratio
-from redline.report.crew import Crew, crew
+from redline.report.crew import crew
 from redline.report.figures import Summary, summarise
 from redline.report.reinforcement import Reinforcement, reinforcement
 
@@ -69,78 +68,38 @@ class Test(NamedTuple):
     answer_rate: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunView:
-    run: Run
-    place: int
-    summary: Summary
-    progress: tuple[float, str] | None
-    """Percent and words; None if the run has ended or its end is not known."""
-    tiles: list[Tile]
-    speed_bars: list[Bar]
-    floor_s: float | None
-    """Time of an update by roofline."""
-    time_stack: list[Bar]
-    memory_bars: list[Bar]
-    memory_stack: list[Bar]
-    findings: list[Finding] | None
-    remark: str
-    """Said beside the findings, or in their place."""
-    plan: list[tuple[str, str, str, str]]
-    """Name, value, source and reason."""
-    events: list[tuple[str, str, str]]
-    """When, what, and `bad` for what went wrong."""
-    ablation: list[Ablation]
-    tests: list[Test]
-    samples: dict[str, Any] | None
-    rl: Reinforcement | None
-    crew: Crew | None
-    """Who did the work, if there were several."""
+    """Everything that is shown of a run. Takes about 20 µs an update, so make it once for page and terminal."""
+
+    def __init__(self, run: Run, place: int = 0) -> None:
+        self.run, self.place = run, place
+        self.summary = summary = summarise(run)
+        memory, speed = summary.memory, summary.speed
+        self.findings, self.remark = findings(run)
+        self.tests, self.samples = accuracies(run.evaluations), samples_of(run.path)
+        self.rl, self.crew = reinforcement(run), crew(run)
+        self.ablation, self.plan, self.events = ablation(run.ablation), plan_rows(run), event_rows(run)
+        self.progress = progress(run, summary, self.samples)
+        self.tiles = _domain_tiles(self.rl) + _outcome_tiles(summary, self.tests) + _speed_tiles(summary)
+        self.speed_bars = _speed_bars(summary)
+        self.floor_s = speed.step_s * speed.attained_share if speed.step_s and speed.attained_share else None
+        """Time of an update by roofline."""
+        spent = [(part.name, part.elapsed_s, part.note) for part in summary.time]
+        self.time_stack = _stack(spent, format_duration)
+        held = [(name, size, "") for name, size in memory.predicted_parts_bytes.items()]
+        self.memory_stack = _stack(held, format_bytes)
+        device = f"the device holds {format_bytes(memory.device_bytes)}" if memory.device_bytes else ""
+        seen = ("seen", memory.seen_bytes, "seen", memory.seen_note)
+        self.memory_bars = _bars([seen, ("predicted", memory.predicted_bytes, "limit", device)], format_bytes)
 
 
 def views(folders: list[Path]) -> list[RunView]:
     """The runs in these folders, to be shown together."""
-    return [view(run, place) for place, run in enumerate(read_runs(folders))]
-
-
-def view(run: Run, place: int = 0) -> RunView:
-    """Everything that is shown of a run. Takes about 20 µs an update, so make it once for page and terminal."""
-    summary = summarise(run)
-    memory, speed = summary.memory, summary.speed
-    found, remark = findings(run)
-    tests, samples, rl = accuracies(run.evaluations), samples_of(run.path), reinforcement(run)
-    time = [(part.name, part.elapsed_s, part.note) for part in summary.time]
-    held = [(name, size, "") for name, size in memory.predicted_parts_bytes.items()]
-    device = f"the device holds {format_bytes(memory.device_bytes)}" if memory.device_bytes else ""
-    sizes = [
-        ("seen", memory.seen_bytes, "seen", memory.seen_note),
-        ("predicted", memory.predicted_bytes, "limit", device),
-    ]
-    return RunView(
-        run=run,
-        place=place,
-        summary=summary,
-        progress=progress(run, summary, samples),
-        tiles=[*_domain_tiles(rl), *_outcome_tiles(summary, tests), *_speed_tiles(summary)],
-        speed_bars=_speed_bars(summary),
-        floor_s=speed.step_s * speed.attained_share if speed.step_s and speed.attained_share else None,
-        time_stack=_stack(time, format_duration),
-        memory_bars=_bars(sizes, format_bytes),
-        memory_stack=_stack(held, format_bytes),
-        findings=found,
-        remark=remark,
-        plan=plan_rows(run),
-        events=event_rows(run),
-        ablation=ablation(run.ablation),
-        tests=tests,
-        samples=samples,
-        rl=rl,
-        crew=crew(run),
-    )  # fmt: skip
+    return [RunView(run, place) for place, run in enumerate(read_runs(folders))]
 
 
 def findings(run: Run) -> tuple[list[Finding] | None, str]:
-    """The findings, the most valuable first, and the verdict; None if there is nothing to diagnose."""
+    """The findings, the most valuable first (None if there is nothing to diagnose), and what is said beside them."""
     sampled = any(event["event"] == "sampling_end" for event in run.events)
     if not run.metrics and not sampled:
         return None, ""
@@ -170,7 +129,8 @@ def when(at: float) -> str:
 
 
 def progress(run: Run, summary: Summary, samples: dict[str, Any] | None) -> tuple[float, str] | None:
-    """How far a running run is: by updates or hours, whichever ends it first, or by questions asked."""
+    """How far a running run is, in percent and words: by updates or hours, whichever ends it first, or by questions
+    asked. None if the run has ended or its end is not known."""
     if run.state.over:
         return None
     stage = next((event for event in reversed(run.events) if event["event"] == "stage"), {})
@@ -282,7 +242,7 @@ def _stack(parts: list[tuple[str, float, str]], text: Callable[[float], str]) ->
 
 
 def plan_rows(run: Run) -> list[tuple[str, str, str, str]]:
-    """Every value of the plan that has a reason."""
+    """Every value of the plan that has a reason: name, value, source and reason."""
     rows = []
     for name, entry in run.plan.items():
         if "value" in table(entry):
@@ -294,7 +254,7 @@ def plan_rows(run: Run) -> list[tuple[str, str, str, str]]:
 
 
 def event_rows(run: Run) -> list[tuple[str, str, str]]:
-    """The events; if there are many, the first and the last, so that the page of a long run stays short."""
+    """When, what, and `bad` for what went wrong; of many events the first and the last, so that the page stays short."""
     rows = []
     for event in (*run.events[:FIRST_EVENTS], *run.events[FIRST_EVENTS:][-LAST_EVENTS:]):
         bad = event["event"] in BAD or (event["event"] == "worker" and event.get("state") in LOST)
