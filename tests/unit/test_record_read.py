@@ -14,7 +14,7 @@ from redline.diagnose.readers.own import read_run as observe
 from redline.errors import DataError
 from redline.record.follow import Followed
 from redline.record.read import holes, read_run, rounds_of
-from redline.report.figures import summarise
+from redline.report.figures import Summary
 
 
 def numbered(*steps: int) -> list[dict[str, int]]:
@@ -29,7 +29,7 @@ class TestSpeed:
             found = [line | {"tokens": 800 * line["step"]} for line in lines(updates)]
             events = [*EVENTS[:1], {"at": 2.0, "event": "resume", "step": updates // 2}]
             path = write_run(tmp_path / str(place), metrics=found, events=events)
-            seen, observed = summarise(read_run(path)).speed, observe(path)
+            seen, observed = Summary(read_run(path)).speed, observe(path)
             assert seen.update is not None
             assert observed.tokens_per_s == pytest.approx(seen.update.value)
             assert observed.median("step_s") == seen.step_s

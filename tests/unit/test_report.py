@@ -21,7 +21,7 @@ from redline.record.run import RunFolder
 from redline.record.units import fact
 from redline.report.ablation import ablation
 from redline.report.compare import comparable, ratio
-from redline.report.figures import summarise, time_parts
+from redline.report.figures import Summary, time_parts
 from redline.report.series import curves
 from redline.report.view import RunView, accuracies, plan_rows, side_by_side
 
@@ -30,7 +30,7 @@ class TestFigures:
     def test_speed_leaves_out_the_first_updates_and_counts_them_in_the_whole_run(
         self, tmp_path: Path
     ) -> None:
-        speed = summarise(read_run(write_run(tmp_path / "a"))).speed
+        speed = Summary(read_run(write_run(tmp_path / "a"))).speed
         assert speed.update is not None
         assert (speed.update.value, speed.update.low, speed.update.high, speed.update.updates) == (
             2000,
@@ -48,7 +48,7 @@ class TestFigures:
         made = lines(65)
         for line in made[5:]:  # six blocks of ten: medians 1, 2, 3, 4, 5, 6
             line["tokens_per_s"] = (line["step"] - 6) // 10 + 1
-        update = summarise(read_run(write_run(tmp_path / "a", metrics=made))).speed.update
+        update = Summary(read_run(write_run(tmp_path / "a", metrics=made))).speed.update
         assert update is not None
         assert (update.value, update.low, update.high) == (3.5, 1, 6)
 
@@ -113,19 +113,19 @@ class TestFigures:
         for line in made[20:25]:
             line |= {"tokens_per_s": 1.0, "step_s": 3.0}
         events = [*EVENTS[:1], {"at": 1.0, "event": "resume", "step": 20}, *EVENTS[1:]]
-        summary = summarise(read_run(write_run(tmp_path / "a", metrics=made, events=events)))
+        summary = Summary(read_run(write_run(tmp_path / "a", metrics=made, events=events)))
         assert summary.attempts == 2
         assert summary.speed.update is not None
         assert (summary.speed.update.low, summary.speed.update.updates) == (2000, 30)
 
     def test_memory_predicted_beside_seen(self, tmp_path: Path) -> None:
-        memory = summarise(read_run(write_run(tmp_path / "a"))).memory
+        memory = Summary(read_run(write_run(tmp_path / "a"))).memory
         assert memory.error == pytest.approx(0.5)
         assert memory.predicted_parts_bytes == {"weights": 2**30, "activations": 2**31}
 
     def test_on_a_cpu_no_prediction_stands_beside_the_memory_of_the_process(self, tmp_path: Path) -> None:
         changed = {"hardware": plan()["hardware"] | {"kind": "cpu"}}
-        memory = summarise(read_run(write_run(tmp_path / "a", plan_changes=changed))).memory
+        memory = Summary(read_run(write_run(tmp_path / "a", plan_changes=changed))).memory
         assert (memory.error, memory.predicted_bytes, memory.predicted_parts_bytes) == (None, None, {})
         assert memory.seen_note == "of the whole process, Python and torch included"
 
@@ -147,11 +147,11 @@ class TestFigures:
             {"step": place} | ({} if loss == "absent" else {"loss": loss})
             for place, loss in enumerate(losses, start=1)
         ]
-        assert summarise(read_run(write_run(tmp_path / "a", metrics=made))).quality.nan_step == step
+        assert Summary(read_run(write_run(tmp_path / "a", metrics=made))).quality.nan_step == step
 
     def test_numbers_that_are_not_there_stay_unknown(self, tmp_path: Path) -> None:
         made = [{"step": 1, "loss": None, "step_s": 1.0}, {"step": 2, "loss": math.nan, "mfu": None}]
-        summary = summarise(read_run(write_run(tmp_path / "a", metrics=made, events=[])))
+        summary = Summary(read_run(write_run(tmp_path / "a", metrics=made, events=[])))
         assert (summary.updates, summary.quality.last_loss, summary.speed.update, summary.speed.mfu) == (
             2,
             None,
@@ -282,8 +282,8 @@ class TestComparison:
         assert (verdict.level, len(verdict.differences)) == ("yes", 3)
 
     def test_a_ratio_is_resolved_only_where_its_interval_leaves_out_one(self, tmp_path: Path) -> None:
-        steady = summarise(read_run(write_run(tmp_path / "a")))
-        twice = summarise(read_run(write_run(tmp_path / "b", metrics=lines(faster=2))))
+        steady = Summary(read_run(write_run(tmp_path / "a")))
+        twice = Summary(read_run(write_run(tmp_path / "b", metrics=lines(faster=2))))
         found = ratio(steady, twice)
         assert found is not None
         assert (found.value, "not resolved" in str(found)) == (2, False)
@@ -536,4 +536,4 @@ def test_a_plan_of_another_version_is_shown(tmp_path: Path) -> None:
     }
     run = read_run(write_run(tmp_path / "a", plan_changes=changed))
     assert [name for name, *_ in RunView(run).plan] == ["precision", "micro_batch", "new_value"]
-    assert dataclasses.asdict(summarise(run))["hardware"] is None
+    assert Summary(run).hardware is None

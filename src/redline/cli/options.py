@@ -110,7 +110,7 @@ def tokenise(recipe: Recipe) -> None:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str))
+    print(json.dumps(value, indent=2, default=lambda part: getattr(part, "__dict__", None) or str(part)))
 
 
 def answer(options: argparse.Namespace, value: Any, show: Callable[[], object]) -> None:

@@ -58,7 +58,9 @@ def _beside(folder: Path) -> Path:
 def _figures(shown: RunView) -> dict[str, Any]:
     """Everything on the page but its curves, which are the folder's metrics.jsonl."""
     run = shown.run
-    return asdict(shown.summary) | {
+    time = [part._asdict() for part in shown.summary.time]
+    return vars(shown.summary) | {
+        "time": time,
         "findings": None if shown.findings is None else [asdict(finding) for finding in shown.findings],
         "plan": run.plan,
         "events": run.events,

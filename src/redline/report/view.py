@@ -7,7 +7,7 @@ once, for the page and the terminal. `place` is the run's place among those show
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from redline.record.words import BAD, LOST, told, told_validation
 from redline.report.ablation import ablation
 from redline.report.compare import comparable, ratio
 from redline.report.crew import crew
-from redline.report.figures import Summary, summarise
+from redline.report.figures import Summary
 from redline.report.reinforcement import Reinforcement, reinforcement
 
 TESTED = {"base": "before", "answers": "after fine-tuning on the answers", "samples": "after RFT"}
@@ -73,7 +73,7 @@ class RunView:
 
     def __init__(self, run: Run, place: int = 0) -> None:
         self.run, self.place = run, place
-        self.summary = summary = summarise(run)
+        self.summary = summary = Summary(run)
         memory, speed = summary.memory, summary.speed
         self.findings, self.remark = findings(run)
         self.tests, self.samples = accuracies(run.evaluations), samples_of(run.path)
@@ -84,8 +84,7 @@ class RunView:
         self.speed_bars = _speed_bars(summary)
         self.floor_s = speed.step_s * speed.attained_share if speed.step_s and speed.attained_share else None
         """Time of an update by roofline."""
-        spent = [(part.name, part.elapsed_s, part.note) for part in summary.time]
-        self.time_stack = _stack(spent, format_duration)
+        self.time_stack = _stack(summary.time, format_duration)
         held = [(name, size, "") for name, size in memory.predicted_parts_bytes.items()]
         self.memory_stack = _stack(held, format_bytes)
         device = f"the device holds {format_bytes(memory.device_bytes)}" if memory.device_bytes else ""
@@ -230,7 +229,7 @@ def _bars(rows: list[tuple[str, float | None, str, str]], text: Callable[[float]
     return [Bar(name, text(value), 100 * value / most, kind, note) for name, value, kind, note in known]
 
 
-def _stack(parts: list[tuple[str, float, str]], text: Callable[[float], str]) -> list[Bar]:
+def _stack(parts: Sequence[tuple[str, float, str]], text: Callable[[float], str]) -> list[Bar]:
     whole = sum(value for _, value, _ in parts)
     return [
         Bar(name, text(value), 100 * value / whole, _KINDS.get(name, f"p{i % 7}"), note)
