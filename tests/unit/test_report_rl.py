@@ -14,7 +14,7 @@ from redline.config.rl import domain_name
 from redline.errors import ConfigError, DataError
 from redline.record.read import read_run
 from redline.report.page import page
-from redline.report.reinforcement import Share, compared, reinforcement
+from redline.report.reinforcement import Compared, Share, reinforcement
 from redline.report.terminal import print_report
 from redline.report.view import RunView
 
@@ -120,7 +120,7 @@ def test_other_runs_have_none_of_it(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a"))
     assert reinforcement(run) is None
     with pytest.raises(ConfigError, match=r"a is a run of pretrain: .* needs two runs of `redline rl run`"):
-        compared(run, run)
+        Compared(run, run)
     (tmp_path / "a" / "recipe.toml").write_text("")
     with pytest.raises(DataError, match=r"a/recipe\.toml is empty, so what the run is cannot be told"):
         read_run(tmp_path / "a")
@@ -192,26 +192,26 @@ class TestCompared:
         base, other = (
             read_run(write_rl(tmp_path / name, units=u)) for name, u in (("base", 0.4), ("pcgrad", 0.6))
         )
-        found = compared(base, other)
+        found = Compared(base, other)
         units, letters = found.differences
         assert (units.value, units.word) == (pytest.approx(0.2), "better")
         assert (units.low, units.high) == pytest.approx((0.2 - 0.1 * 2**0.5, 0.2 + 0.1 * 2**0.5))
         assert (letters.value, letters.word) == (0.0, "not resolved")
         assert found.verdict == "pcgrad is better on units; +10.0 points on average over 2 domains."
-        assert compared(other, base).verdict.startswith("base is worse on units")
+        assert Compared(other, base).verdict.startswith("base is worse on units")
 
     def test_one_that_they_do_not(self, tmp_path: Path) -> None:
         base, other = (
             read_run(write_rl(tmp_path / name, units=u)) for name, u in (("base", 0.5), ("pcgrad", 0.6))
         )
-        found = compared(base, other)
+        found = Compared(base, other)
         assert found.verdict.startswith("No difference is resolved: pcgrad is +5.0 points on average")
         assert any("One run each" in caveat for caveat in found.caveats)
         assert any("one in twenty" in caveat for caveat in found.caveats)
 
     def test_costs_and_conflicts(self, tmp_path: Path) -> None:
         base, other = (write_rl(tmp_path / name, step_s=s) for name, s in (("base", 1.0), ("pcgrad", 1.5)))
-        found = compared(read_run(base), read_run(other))
+        found = Compared(read_run(base), read_run(other))
         assert ("relative to the first", "1×", "1.50×") in found.costs
         assert ("spent combining gradients", "10.0 %", "6.7 %") in found.costs
         assert found.pairs.keys() == {"base", "pcgrad"}
@@ -223,7 +223,7 @@ class TestCompared:
         )
         (other / "recipe.toml").write_text(changed)
         (caveat,) = (
-            text for text in compared(read_run(base), read_run(other)).caveats if "more than PCGrad" in text
+            text for text in Compared(read_run(base), read_run(other)).caveats if "more than PCGrad" in text
         )
         assert "train.batch_size: 4 | 8" in caveat
         assert "rl.pcgrad" not in caveat

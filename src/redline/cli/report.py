@@ -66,7 +66,7 @@ def _figures(shown: RunView) -> dict[str, Any]:
         "events": run.events,
         "evaluations": run.evaluations,
         "samples": shown.samples,
-        "rl": asdict(shown.rl) if shown.rl else None,
+        "rl": shown.rl,
         "crew": [member._asdict() for member in shown.crew.members] if shown.crew else None,
         "ablation": run.ablation,
     }

@@ -26,7 +26,7 @@ from redline.record.read import read_runs
 from redline.record.units import DASH, format_bytes, format_duration, format_share, visible
 from redline.report.grid import show
 from redline.report.page import write_page
-from redline.report.reinforcement import Compared, compared
+from redline.report.reinforcement import Compared
 from redline.report.view import RunView
 
 if TYPE_CHECKING:
@@ -96,11 +96,11 @@ def _doctor(options: argparse.Namespace) -> None:
 
 def _compare(options: argparse.Namespace) -> None:
     base, other = read_runs([Path(options.baseline), Path(options.other)])
-    found = compared(base, other)
+    found = Compared(base, other)
     if options.out:
         write_page([RunView(base, 0), RunView(other, 1)], options.out)
         status(f"page: {options.out}")
-    answer(options, asdict(found), lambda: print_compared(found, (base.label, other.label)))
+    answer(options, found, lambda: print_compared(found, (base.label, other.label)))
 
 
 LONGEST_TEXT = 300

@@ -27,7 +27,7 @@ from redline.record import units
 from redline.record.files import write_atomic
 from redline.record.metrics import METRICS, Metric
 from redline.report.compare import comparable
-from redline.report.reinforcement import Compared, compared
+from redline.report.reinforcement import Compared
 from redline.report.series import CHARTS, Chart, curves
 from redline.report.view import RunView, side_by_side, when
 
@@ -125,7 +125,7 @@ def _templates() -> jinja2.Environment:
 
 def _judged(runs: list[RunView]) -> Compared | None:
     """The second of two runs of reinforcement learning against the first."""
-    return compared(runs[0].run, runs[1].run) if len(runs) == 2 and all(run.rl for run in runs) else None
+    return Compared(runs[0].run, runs[1].run) if len(runs) == 2 and all(run.rl for run in runs) else None
 
 
 def macros() -> Any:

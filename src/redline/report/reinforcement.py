@@ -3,23 +3,22 @@ mismatch, conflicts and sample answers; and two runs compared. No torch.
 
     found = reinforcement(run)              # None for other workloads
     found.domains[0].accuracy, found.pairs, found.said
-    compared(read_run(baseline), read_run(pcgrad)).verdict
+    Compared(read_run(baseline), read_run(pcgrad)).verdict
 
 "Recent" means the last fifth of the updates. The difference of two accuracies has Newcombe's interval, computed from
 the two recorded intervals. It ignores that both runs answer the same questions, so it errs on the wide side.
 """
 
 import math
-from dataclasses import dataclass
 from itertools import combinations, islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from redline.config.rl import domain_name
 from redline.errors import ConfigError, DataError
 from redline.record.files import parse_json
-from redline.record.read import Run, number, table, values
+from redline.record.read import Line, Run, number, table, values
 from redline.record.units import DASH, factor, format_bytes, format_duration, format_share
 from redline.report.compare import comparable
 
@@ -49,17 +48,20 @@ class Share(NamedTuple):
         return f"{self.value:.1%} ({self.low:.1%} to {self.high:.1%})"
 
 
-@dataclass(frozen=True)
 class DomainFigures:
-    name: str
-    accuracy: Share | None
-    """Greedy, on held-out questions, at the last validation."""
-    before: Share | None
-    """At the first validation (before training), if there was a later one."""
-    reward: float | None
-    """Mean of recent answers."""
-    sampled: float | None
-    """Share of recent answers that are correct."""
+    def __init__(self, name: str, run: Run, recent: list[Line]) -> None:
+        validations = [event for event in run.events if event["event"] == "validation"]
+        tested = [share for event in validations if (share := _share(event, name)) is not None]
+        rewards, correct = values(recent, f"reward.{name}"), values(recent, f"accuracy.{name}")
+        self.name = name
+        self.accuracy = tested[-1] if tested else None
+        """Greedy, on held-out questions, at the last validation."""
+        self.before = tested[0] if len(tested) > 1 else None
+        """At the first validation (before training), if there was a later one."""
+        self.reward = fmean(rewards) if rewards else None
+        """Mean of recent answers."""
+        self.sampled = fmean(correct) if correct else None
+        """Share of recent answers that are correct."""
 
 
 class Pair(NamedTuple):
@@ -81,14 +83,19 @@ class Said(NamedTuple):
     note: str
 
 
-@dataclass(frozen=True)
 class Reinforcement:
-    domains: list[DomainFigures]
-    figures: list[tuple[str, str, str]]
-    """Label, recent value, first value."""
-    pairs: list[Pair]
-    said: list[Said]
-    """The best and the worst recent answer of each domain."""
+    def __init__(self, run: Run) -> None:
+        names, fifth = domains_of(run), max(1, len(run.metrics) // 5)
+        recent, first = run.metrics[-fifth:], run.metrics[:fifth]
+        self.domains = [DomainFigures(name, run, recent) for name in names]
+        self.pairs, self.said = pairs(run), said(run.path, names)
+        self.figures: list[tuple[str, str, str]] = []
+        """Label, recent value, first value."""
+        for name, (label, form) in FIGURES.items():
+            if now := values(recent, name):
+                began = values(first, name)
+                before = form.format(fmean(began)) if began else DASH
+                self.figures.append((label, form.format(fmean(now)), before))
 
     @property
     def heat(self) -> list[tuple[str, list[tuple[str, str, str]]]]:
@@ -99,17 +106,7 @@ class Reinforcement:
 
 
 def reinforcement(run: Run) -> Reinforcement | None:
-    if run.workload != "rl":
-        return None
-    names, fifth = domains_of(run), max(1, len(run.metrics) // 5)
-    recent, first = run.metrics[-fifth:], run.metrics[:fifth]
-    figures = []
-    for name, (label, form) in FIGURES.items():
-        if now := values(recent, name):
-            began = values(first, name)
-            figures.append((label, form.format(fmean(now)), form.format(fmean(began)) if began else DASH))
-    domains = [_domain(name, run, recent) for name in names]
-    return Reinforcement(domains, figures, pairs(run), said(run.path, names))
+    return Reinforcement(run) if run.workload == "rl" else None
 
 
 def domains_of(run: Run) -> list[str]:
@@ -117,20 +114,7 @@ def domains_of(run: Run) -> list[str]:
     return [domain_name(str(task)) for task in tasks] if isinstance(tasks, list) else []
 
 
-def _domain(name: str, run: Run, recent: list[dict[str, Any]]) -> DomainFigures:
-    validations = [event for event in run.events if event["event"] == "validation"]
-    tested = [share for event in validations if (share := _share(event, name)) is not None]
-    rewards, correct = values(recent, f"reward.{name}"), values(recent, f"accuracy.{name}")
-    return DomainFigures(
-        name,
-        tested[-1] if tested else None,
-        tested[0] if len(tested) > 1 else None,
-        fmean(rewards) if rewards else None,
-        fmean(correct) if correct else None,
-    )
-
-
-def _share(line: dict[str, Any], name: str) -> Share | None:
+def _share(line: Line, name: str) -> Share | None:
     found = [number(line.get(f"valid_accuracy{part}.{name}")) for part in ("", "_low", "_high")]
     known = [value for value in found if value is not None]
     return Share(*known) if len(known) == len(found) else None
@@ -157,7 +141,7 @@ def _cell(pair: Pair | None) -> tuple[str, str, str]:
 
 
 def said(path: Path, domains: list[str]) -> list[Said]:
-    """Answers of the last step that was sampled."""
+    """The best and the worst answer of each domain in the last step that was sampled."""
     files = sorted((path / "samples").glob("step-*.jsonl"))
     if not files:
         return []
@@ -187,7 +171,7 @@ def _first_lines(path: Path) -> list[str]:
         raise DataError(f"{unread}: move it away to see the rest of the run") from error
 
 
-def _said(group: dict[str, Any], answer: dict[str, Any]) -> Said:
+def _said(group: Line, answer: Line) -> Said:
     word = "correct" if answer.get("correct") else "wrong" if answer.get("parsed") else "no answer found"
     notes = (word, "cut off" if answer.get("cut") else "", str(answer.get("reason") or ""))
     return Said(
@@ -218,35 +202,27 @@ class Difference(NamedTuple):
         return "better" if self.low > 0 else "worse" if self.high < 0 else "not resolved"
 
 
-@dataclass(frozen=True)
 class Compared:
-    differences: list[Difference]
-    costs: list[tuple[str, str, str]]
-    """Label, cost of the first run, cost of the second."""
-    pairs: dict[str, list[Pair]]
-    """Conflicts by run label."""
-    verdict: str
-    caveats: list[str]
-
-
-def compared(base: Run, other: Run) -> Compared:
     """The second run against the first, on the questions that both were tested on."""
-    accuracies = []
-    for run in (base, other):
-        if (found := reinforcement(run)) is None:
-            raise ConfigError(
-                f"{run.path} is a run of {run.workload}: `redline rl compare` needs two runs of `redline rl run`"
-            )
-        accuracies.append({domain.name: domain.accuracy for domain in found.domains if domain.accuracy})
-    first, second = accuracies
-    differences = [_difference(name, first[name], second[name]) for name in first if name in second]
-    return Compared(
-        differences,
-        _costs(base, other),
-        {run.label: pairs(run) for run in (base, other) if pairs(run)},
-        _verdict(other.label, differences),
-        _caveats(base, other, len(differences)),
-    )
+
+    def __init__(self, base: Run, other: Run) -> None:
+        first, second = (
+            {d.name: d.accuracy for d in _of(run).domains if d.accuracy} for run in (base, other)
+        )
+        self.differences = [_difference(name, first[name], second[name]) for name in first if name in second]
+        self.costs = _costs(base, other)
+        """Label, cost of the first run, cost of the second."""
+        self.pairs = {run.label: found for run in (base, other) if (found := pairs(run))}
+        """Conflicts by run label."""
+        self.verdict = _verdict(other.label, self.differences)
+        self.caveats = _caveats(base, other, len(self.differences))
+
+
+def _of(run: Run) -> Reinforcement:
+    if (found := reinforcement(run)) is None:
+        needs = "`redline rl compare` needs two runs of `redline rl run`"
+        raise ConfigError(f"{run.path} is a run of {run.workload}: {needs}")
+    return found
 
 
 def _difference(name: str, base: Share, other: Share) -> Difference:
