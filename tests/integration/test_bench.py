@@ -22,19 +22,9 @@ from redline.train.process import join
 
 @pytest.mark.slow
 def test_the_loop_and_the_bare_step_are_measured_on_the_same_work(nano: Nano, tmp_path: Path) -> None:
-    command = [
-        "bench",
-        "train",
-        "--recipe",
-        str(nano.recipe(tmp_path)),
-        "--data",
-        "tinyshakespeare",
-        "--arm",
-        "loop",
-    ]
-    done = nano.warm.start(
-        *command, "--blocks", "2", "--steps-per-block", "2", "--out", str(tmp_path / "out")
-    ).wait()
+    places = ["--recipe", str(nano.recipe(tmp_path)), "--out", str(tmp_path / "out")]
+    how = "--data tinyshakespeare --arm loop --blocks 2 --steps-per-block 2"
+    done = nano.warm.start("bench", "train", *places, *how.split()).wait()
     assert done.code == 0, done.err
     [path] = (tmp_path / "out").glob("train_*.json")
     [entry] = json.loads(path.read_text())["results"]

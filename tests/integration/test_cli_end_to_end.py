@@ -10,7 +10,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +22,7 @@ from precision import CLOSE_FP32
 from redline.config.load import load_recipe
 from redline.data.build import prepare
 from redline.data.shards import TokenDataset
+from redline.launch.processes import PROGRAM
 from redline.record.metrics import METRICS
 
 ALWAYS = ("step", "loss", "tokens_per_s", "mfu", "data_wait_s", "memory_bytes")
@@ -39,17 +39,7 @@ def recipe(nano: Nano, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(nano: Nano, recipe: Path) -> Path:
     """Made by the real command, with torch's own number of threads and the view that a pipe gets."""
     run = recipe.parent / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "redline.cli.main",
-        "train",
-        str(recipe),
-        "--run",
-        str(run),
-        "--export",
-        "tensorboard",
-    ]
+    command = [*PROGRAM, "train", str(recipe), "--run", str(run), "--export", "tensorboard"]
     environment = {**os.environ, **nano.warm.environment}
     del environment["OMP_NUM_THREADS"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -137,18 +137,8 @@ def test_when_a_job_goes_back_into_the_queue(slurm: Path, what: str, requeued: b
 def test_an_array_is_submitted_with_a_job_that_compares_its_runs(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [
-        "launch",
-        "nano",
-        "--on",
-        "slurm",
-        "--run",
-        str(slurm / "grid"),
-        "--set",
-        "train.seed=1,2",
-        "--json",
-    ]
-    assert main(options) == 0
+    how = "--on slurm --set train.seed=1,2 --json"
+    assert main(["launch", "nano", "--run", str(slurm / "grid"), *how.split()]) == 0
     first, second, page = json.loads(capsys.readouterr().out)
     assert (first["job"], first["run"], second["run"]) == (
         "4242",

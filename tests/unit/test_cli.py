@@ -36,35 +36,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("cli")
     before = dict(os.environ)
     os.environ["REDLINE_CACHE"] = str(root / "cache")
-    rows = [
-        json.dumps(
-            {
-                "text": (
-                    f"Line {i} of {i * i}: the quick brown fox jumps over {i % 7} lazy dogs, again and again."
-                )
-            }
-        )
-        for i in range(800)
-    ]
+    text = "Line {} of {}: the quick brown fox jumps over {} lazy dogs, again and again."
+    rows = [json.dumps({"text": text.format(i, i * i, i % 7)}) for i in range(800)]
     (root / "corpus.jsonl").write_text("\n".join(rows))
     for name, vocabulary in (("data", "300"), ("other", "290")):
-        folder = str(root / name)
-        assert (
-            main(
-                [
-                    "data",
-                    "build",
-                    str(root / "corpus.jsonl"),
-                    "--out",
-                    folder,
-                    "--vocab-size",
-                    vocabulary,
-                    "--valid-fraction",
-                    "0.3",
-                ]
-            )
-            == 0
-        )
+        how = ["--out", str(root / name), "--vocab-size", vocabulary, "--valid-fraction", "0.3"]
+        assert main(["data", "build", str(root / "corpus.jsonl"), *how]) == 0
     config = ModelConfig(
         vocab_size=320, num_layers=1, hidden_size=16, num_heads=2, ffn_size=16, context_length=32
     )
@@ -86,10 +63,11 @@ def _elsewhere(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.delenv(name, raising=False)
 
 
-def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, *parts: str) -> None:
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str] | str, code: int, *parts: str) -> None:
     """The command ends with `code`, nothing on standard output, and its last word is one line that holds the
     parts."""
     capsys.readouterr()
+    arguments = arguments.split() if isinstance(arguments, str) else arguments
     assert main(arguments) == code
     shown = capsys.readouterr()
     lines = shown.err.splitlines()
@@ -266,22 +244,8 @@ def test_without_a_command_the_commands_are_listed(capsys):
 
 
 def test_plan_prints_every_reason_and_saves_what_it_printed(capsys, tmp_path):
-    assert (
-        main(
-            [
-                "plan",
-                "gpt2-124m",
-                "--as",
-                "h100-80g",
-                "--set",
-                "plan.loss_chunks=2",
-                "--save",
-                "plan.json",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    given = "gpt2-124m --as h100-80g --set plan.loss_chunks=2 --save plan.json --json"
+    assert main(["plan", *given.split()]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown == json.loads((tmp_path / "plan.json").read_text())
     assert shown["loss_chunks"] == {"value": 2, "reason": "--set plan.loss_chunks", "source": "user"}
@@ -322,32 +286,14 @@ def test_data_info_says_what_was_built(made, capsys):
 
 
 def test_generate_and_evaluate_a_model_folder(made, capsys):
-    assert (
-        main(
-            [
-                "generate",
-                str(made / "model"),
-                "--prompt",
-                "The",
-                "--samples",
-                "2",
-                "--max-new-tokens",
-                "4",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    model, how = str(made / "model"), "--prompt The --samples 2 --max-new-tokens 4 --json"
+    assert main(["generate", model, *how.split()]) == 0
     texts = json.loads(capsys.readouterr().out)
     assert [t["sample"] for t in texts] == [0, 1]
-    assert main(["generate", str(made / "model"), "--max-new-tokens", str(10**9), "--json"]) == 0, (
-        "memory is for what the context holds"
-    )
+    code = main(["generate", model, "--max-new-tokens", str(10**9), "--json"])
+    assert code == 0, "memory is for what the context holds"
     assert len(json.loads(capsys.readouterr().out)) == 1
-    assert (
-        main(["evaluate", str(made / "model"), "--data", str(made / "data"), "--sequences", "4", "--json"])
-        == 0
-    )
+    assert main(["evaluate", model, "--data", str(made / "data"), "--sequences", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tokens"] == 4 * 32
     assert found["valid_loss"] == pytest.approx(5.77, abs=0.3), "a model that knows nothing: log 320"
@@ -413,23 +359,17 @@ def test_a_recipe_file_that_is_broken(capsys, tmp_path):
 
 def test_an_environment_that_would_change_the_batch(capsys, monkeypatch):
     monkeypatch.setenv("A100_BATCH_SIZE", "7")
-    refused(
-        capsys,
-        ["plan", "gpt2-124m", "--as", "a100-80g"],
-        2,
-        "A100_BATCH_SIZE=7",
-        "must keep the recipe's batch",
-    )
+    refused(capsys, "plan gpt2-124m --as a100-80g", 2, "A100_BATCH_SIZE=7", "must keep the recipe's batch")
 
 
 def test_a_recipe_that_does_not_fit_names_the_numbers(capsys):
-    refused(capsys, ["plan", "gpt-1.3b", "--as", "t4-16g"], 6, "gpt-1.3b does not fit T4 16 GB", "GiB")
-    refused(capsys, ["plan", "seeds/h100-after", "--as", "a100-80g"], 6, "fp8 needs compute capability 8.9")
+    refused(capsys, "plan gpt-1.3b --as t4-16g", 6, "gpt-1.3b does not fit T4 16 GB", "GiB")
+    refused(capsys, "plan seeds/h100-after --as a100-80g", 6, "fp8 needs compute capability 8.9")
 
 
 def test_a_plan_that_cannot_be_written(capsys, tmp_path):
     (tmp_path / "file").write_text("")
-    refused(capsys, ["plan", "nano", "--save", "file/plan.json"], 5, "cannot be written")
+    refused(capsys, "plan nano --save file/plan.json", 5, "cannot be written")
 
 
 def test_what_argparse_refuses_is_one_line_too(capsys):
@@ -440,9 +380,7 @@ def test_what_argparse_refuses_is_one_line_too(capsys):
         (["machine", "--speed"], "no such argument: --speed"),
     ):
         refused(capsys, arguments, 2, part, f"`redline {arguments[0]} --help`")
-    refused(
-        capsys, ["rft", "stats", "run", "--all"], 2, "no such argument: --all; `redline rft stats --help`"
-    )
+    refused(capsys, "rft stats run --all", 2, "no such argument: --all; `redline rft stats --help`")
 
 
 def test_a_hint_is_near_or_there_is_none():
@@ -480,22 +418,12 @@ def test_a_corpus_that_is_missing_empty_or_no_text(capsys, tmp_path):
     (tmp_path / "folder").mkdir()
     refused(capsys, [*build, "folder"], 3, "holds no file")
     (tmp_path / "latin.txt").write_bytes("Käse\n".encode("latin-1"))
-    refused(
-        capsys,
-        ["data", "build", "latin.txt", "--out", "out2", "--vocab-size", "300"],
-        3,
-        "latin.txt, line 1: not UTF-8",
-    )
+    refused(capsys, "data build latin.txt --out out2 --vocab-size 300", 3, "latin.txt, line 1: not UTF-8")
     (tmp_path / "rows.jsonl").write_text('{"body": "x"}\n')
+    refused(capsys, "data build rows.jsonl --out out3 --vocab-size 300", 3, "no field 'text'")
+    refused(capsys, "data build latin.txt --out out4 --vocab-size 3", 3, "at least 257")
     refused(
-        capsys, ["data", "build", "rows.jsonl", "--out", "out3", "--vocab-size", "300"], 3, "no field 'text'"
-    )
-    refused(capsys, ["data", "build", "latin.txt", "--out", "out4", "--vocab-size", "3"], 3, "at least 257")
-    refused(
-        capsys,
-        ["data", "build", "latin.txt", "--out", "out5", "--tokenizer", "missing.json"],
-        3,
-        "missing.json cannot be read",
+        capsys, "data build latin.txt --out out5 --tokenizer missing.json", 3, "missing.json cannot be read"
     )
 
 
@@ -510,12 +438,8 @@ def test_a_corpus_that_is_missing_empty_or_no_text(capsys, tmp_path):
 )
 def test_a_build_with_an_absurd_number(made, capsys, option):
     *option, code = option
-    refused(
-        capsys,
-        ["data", "build", str(made / "corpus.jsonl"), "--out", "out", *option],
-        code,
-        f"got {option[1]}",
-    )
+    command = ["data", "build", str(made / "corpus.jsonl"), "--out", "out", *option]
+    refused(capsys, command, code, f"got {option[1]}")
 
 
 def test_a_data_folder_that_is_missing_truncated_or_altered(made, capsys, tmp_path):
@@ -540,12 +464,8 @@ def train_with(capsys, overrides: list[str], code: int, *parts: str, more: tuple
     refused."""
     sets = [word for override in [*SMALL, *overrides] for word in ("--set", override)]
     assert main(["plan", "nano", *sets, "--save", "plan.json"]) == 0
-    refused(
-        capsys,
-        ["train", "nano", *sets, "--plan", "plan.json", "--run", "run", "--quiet", *more],
-        code,
-        *parts,
-    )
+    command = ["train", "nano", *sets, "--plan", "plan.json", "--run", "run", "--quiet", *more]
+    refused(capsys, command, code, *parts)
 
 
 def test_training_on_data_that_cannot_be_used(made, capsys, tmp_path):
@@ -559,24 +479,14 @@ def test_training_on_data_that_cannot_be_used(made, capsys, tmp_path):
         capsys, [other, f"data.tokenizer={made / 'data'}", "model.vocab_size=320"], 3, "wrong tokenizer"
     )
     (tmp_path / "run" / "recipe.toml").unlink()
-    train_with(
-        capsys,
-        [data, "model.vocab_size=320", "model.context_length=999999", "data.seq_len=999999"],
-        3,
-        "one sequence needs 1000000",
-    )
+    long = ["model.vocab_size=320", "model.context_length=999999", "data.seq_len=999999"]
+    train_with(capsys, [data, *long], 3, "one sequence needs 1000000")
 
 
 def test_training_with_an_exporter_or_a_folder_that_does_not_fit(made, capsys, tmp_path):
     data = [f"data.source={made / 'data'}", "model.vocab_size=320"]
-    train_with(
-        capsys,
-        data,
-        2,
-        "an exporter is one of",
-        "did you mean 'tensorboard'?",
-        more=("--export", "tensorbord"),
-    )
+    hint = "an exporter is one of", "did you mean 'tensorboard'?"
+    train_with(capsys, data, 2, *hint, more=("--export", "tensorbord"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").touch()
     (tmp_path / "run" / "recipe.toml").write_text(to_toml(load_recipe("nano")))
@@ -590,12 +500,7 @@ def test_training_with_an_exporter_or_a_folder_that_does_not_fit(made, capsys, t
     (tmp_path / "run" / "recipe.toml").write_text("[broken")
     train_with(capsys, data, 2, "not valid TOML")
     assert main(["plan", "nano", "--save", "other.json"]) == 0
-    refused(
-        capsys,
-        ["train", "nano", "--set", "train.optimizer=muon", "--plan", "other.json"],
-        2,
-        "another workload",
-    )
+    refused(capsys, "train nano --set train.optimizer=muon --plan other.json", 2, "another workload")
 
 
 # ---- mistakes: models ----
@@ -624,14 +529,8 @@ def test_a_model_that_is_missing_empty_pickled_or_broken(made, capsys, tmp_path)
 def test_a_checkpoint_of_a_finished_model_cannot_be_chosen(made, capsys):
     """It was ignored: whoever asked for the best of an RL run got the last."""
     for command in ("generate", "evaluate", "export"):
-        wanted = [
-            command,
-            str(made / "model"),
-            *(["out"] if command == "export" else []),
-            "--checkpoint",
-            "best",
-        ]
-        refused(capsys, wanted, 4, "--checkpoint best is for runs of pre-training", "leave it out")
+        given = [command, str(made / "model"), *["out"] * (command == "export"), "--checkpoint", "best"]
+        refused(capsys, given, 4, "--checkpoint best is for runs of pre-training", "leave it out")
 
 
 def test_evaluating_on_tokens_of_another_tokenizer(made, capsys):
@@ -695,12 +594,8 @@ def test_a_reader_that_has_gone_is_no_error(arguments, unbuffered):
 
 
 def test_a_mistake_in_a_real_process_is_one_line_without_a_traceback():
-    done = subprocess.run(
-        [sys.executable, "-m", "redline.cli.main", "plan", "nanoo"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "redline.cli.main", "plan", "nanoo"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("redline: no recipe 'nanoo'")
@@ -716,21 +611,11 @@ def test_ablate_tokenises_before_it_measures(
     monkeypatch.setattr(
         "redline.cli.ablate.ablate", lambda *_, **__: said.append(capsys.readouterr().err) or []
     )
+    sets = [*SMALL, "model.vocab_size=300", f"data.source={tmp_path / 'corpus.txt'}"]
     sets = [
-        *SMALL,
-        "model.vocab_size=300",
-        f"data.source={tmp_path / 'corpus.txt'}",
-        "data.valid_fraction=0",
-        "train.eval_every=0",
+        part for text in (*sets, "data.valid_fraction=0", "train.eval_every=0") for part in ("--set", text)
     ]
-    command = [
-        "ablate",
-        "nano",
-        *(part for text in sets for part in ("--set", text)),
-        "--out",
-        str(tmp_path / "out"),
-        "--json",
-    ]
+    command = ["ablate", "nano", *sets, "--out", str(tmp_path / "out"), "--json"]
     assert main(command) == 0
     assert "tokenising" in said[0]
     assert main(command) == 0
