@@ -1,4 +1,4 @@
-"""A trial measured alone, and the planner's arithmetic at another micro-batch."""
+"""A trial measured alone, the result of a tuning, and the planner's arithmetic at another micro-batch."""
 
 import contextlib
 import time
@@ -10,6 +10,12 @@ from redline.measure.turns import Arm
 from redline.plan.arithmetic import Memory
 from redline.plan.plan import Plan
 from redline.plan.predict import predicted_memory
+from redline.tune.store import TuningResult
+
+TUNED = TuningResult(
+    tuned_at="2026-01-01T00:00:00Z", ratio=1.5, low=1.4, high=1.6, paired=True, tokens_per_s=1e3, trials=3, elapsed_s=1.0,
+    untried=(), rows=(),
+)  # fmt: skip
 
 
 def measure(trial: Trial, child: Child | None = None) -> Measurement:

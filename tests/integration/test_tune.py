@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pipeline import Nano, events
-from trials import measure
+from trials import TUNED, measure
 
 from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
@@ -20,7 +20,7 @@ from redline.plan.plan import Plan, check_fit, save
 from redline.plan.planner import make_plan
 from redline.tune.guard import guard
 from redline.tune.search import tune
-from redline.tune.store import TuningResult, keep, tuned_plan, tuning_folder
+from redline.tune.store import keep, tuned_plan, tuning_folder
 
 SHORT = Timing(block_s=0.03, guard_steps=3, warmup_s=0.5, limit_s=100)
 
@@ -111,25 +111,13 @@ def test_train_uses_a_tuned_plan_and_says_which(
     facts = read_facts()
     rules = make_plan(recipe, hardware_here(facts, cached(facts)))
     found = replace(rules, micro_batch=2, accumulation=4)
-    result = TuningResult(
-        tuned_at="2026-01-01T00:00:00Z",
-        ratio=1.5,
-        low=1.4,
-        high=1.6,
-        paired=True,
-        tokens_per_s=1e3,
-        trials=3,
-        elapsed_s=1.0,
-        untried=(),
-        rows=(),
-    )
     folder = tuning_folder(facts, rules)
     folder.mkdir(parents=True)
-    keep(folder, found, result)
+    keep(folder, found, TUNED)
     pins = nano.warm.start("tune", path, "--out", folder, "--set", "plan.micro_batch=4", *brief).wait()
     assert (pins.code, pins.out) == (5, "")
     assert "holds a tuning with other pins (micro_batch free before, 4 now)" in pins.err
-    assert tuned_plan(folder, recipe) == (found, result), "it stays as it was"
+    assert tuned_plan(folder, recipe) == (found, TUNED), "it stays as it was"
     done = nano.train(path, tmp_path / "tuned", "--plan", "auto", *brief)
     assert done.code == 0, done.err
     assert "tuned 2026-01-01T00:00:00Z, 1.50x the rules' plan" in done.err

@@ -1,9 +1,11 @@
 """Where a tuning lives: whose folder it is, and what the command says."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from trials import TUNED
 
 from redline.cli.main import main
 from redline.cli.tune import print_result, train_command
@@ -13,7 +15,7 @@ from redline.measure.statistics import Comparison
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import save
 from redline.plan.planner import make_plan
-from redline.tune.store import TrialRow, TuningResult, check_folder
+from redline.tune.store import TrialRow, check_folder
 
 RECIPE = load_recipe("gpt2-124m")
 PLAN = make_plan(RECIPE, hardware_as("h200-141g", 16))
@@ -64,48 +66,17 @@ def test_the_table_has_a_star_where_the_interval_has_less_than_95_per_cent(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     slower = Comparison(ratio=0.8, low=0.75, high=0.85, verdict="slower", paired=True)
-    rows = (
-        TrialRow(
-            name="the rules' plan",
-            predicted=None,
-            outcome="ok",
-            tokens_per_s=1000.0,
-            verdict="kept",
-            kept=True,
-        ),
-        TrialRow(
-            name="whole",
-            predicted=1.0,
-            outcome="ok",
-            tokens_per_s=800.0,
-            comparison=slower,
-            rounds=6,
-            verdict="slower",
-        ),
-        TrialRow(
-            name="brief",
-            predicted=1.0,
-            outcome="ok",
-            tokens_per_s=800.0,
-            comparison=slower,
-            rounds=4,
-            verdict="slower",
-        ),
-        TrialRow(
-            name="lost",
-            predicted=1.0,
-            outcome="ok",
-            verdict="not compared",
-            note="the plan it is compared with crashed: [/x]",
-        ),
+    row = TrialRow(name="whole", predicted=1.0, outcome="ok", tokens_per_s=800.0, verdict="slower")
+    whole = replace(row, comparison=slower, rounds=6)
+    lost = replace(row, name="lost", tokens_per_s=None, verdict="not compared")
+    others = (
+        replace(row, name="the rules' plan", predicted=None, verdict="kept", kept=True),
+        whole,
+        replace(lost, note="the plan it is compared with crashed: [/x]"),
         TrialRow(name="left", predicted=0.5, verdict="not tried", note="not tried: predicted 0.50x"),
     )
-    for shown, star in ((rows, True), ((*rows[:2], *rows[3:]), False)):
-        result = TuningResult(
-            tuned_at="2026-01-01T00:00:00Z", ratio=1.0, low=1.0, high=1.0, paired=True, tokens_per_s=1e3,
-            trials=3, elapsed_s=1.0,
-            untried=(), rows=shown,
-        )  # fmt: skip
+    for shown, star in (((*others, replace(whole, name="brief", rounds=4)), True), (others, False)):
+        result = replace(TUNED, ratio=1.0, low=1.0, high=1.0, rows=shown)
         print_result(PLAN, result, Path("folder"))
         said = " ".join(capsys.readouterr().out.split())
         assert "0.800x [0.750, 0.850] slower 1.00x" in said

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from trials import TUNED
 
 from redline import pretrain
 from redline.cli.main import main
@@ -35,7 +36,7 @@ from redline.tune import checks as room
 from redline.tune import evidence
 from redline.tune import verify as watching
 from redline.tune.evidence import ATTENTION_KINDS, Check, Trace
-from redline.tune.store import TuningResult, keep, tuning_folder
+from redline.tune.store import keep, tuning_folder
 from redline.tune.verify import verify
 
 TINY = [
@@ -303,61 +304,26 @@ def _follows(monkeypatch: pytest.MonkeyPatch, runs_with: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("plan", "seen", "status"),
     [
-        (
-            {"recompute": "full", "compile": "default"},
-            {"aten::_scaled_dot_product_cudnn_attention": 2},
-            "not checked",
-        ),
-        (
-            {"recompute": "full", "compile": "default"},
-            {"aten::_scaled_dot_product_cudnn_attention": 4},
-            "passed",
-        ),
-        (
-            {"recompute": "none", "compile": "default"},
-            {"aten::_scaled_dot_product_cudnn_attention": 4},
-            "failed",
-        ),
-        (
-            {"recompute": "none", "compile": "default"},
-            {"aten::_scaled_dot_product_cudnn_attention": 2},
-            "passed",
-        ),
-        (
-            {"recompute": "selective", "compile": "default"},
-            {"aten::_scaled_dot_product_cudnn_attention": 2},
-            "not checked",
-        ),
-        (
-            {"recompute": "none", "compile": "default"},
-            {"aten::_scaled_dot_product_cudnn_attention": 1},
-            "not checked",
-        ),
-        (
-            {"recompute": "full", "compile": "default"},
-            {"aten::_scaled_dot_product_cudnn_attention": 3},
-            "not checked",
-        ),
-        ({"recompute": "none", "compile": "default"}, {}, "not checked"),
-        ({"recompute": "none", "compile": "off"}, {}, "not checked"),
-        (
-            {"recompute": "selective", "compile": "off"},
-            dict.fromkeys((room.ATTENTION, ATTENTION_KINDS["flash"][0]), 4),
-            "not checked",
-        ),
-        (
-            {"recompute": "full", "compile": "off"},
-            dict.fromkeys((room.ATTENTION, ATTENTION_KINDS["flash"][0]), 4),
-            "passed",
-        ),
+        ("full default", {CUDNN: 2}, "not checked"),
+        ("full default", {CUDNN: 3}, "not checked"),
+        ("full default", {CUDNN: 4}, "passed"),
+        ("none default", {CUDNN: 4}, "failed"),
+        ("none default", {CUDNN: 2}, "passed"),
+        ("none default", {CUDNN: 1}, "not checked"),
+        ("none default", {}, "not checked"),
+        ("selective default", {CUDNN: 2}, "not checked"),
+        ("none off", {}, "not checked"),
+        ("selective off", {room.ATTENTION: 4, FLASH: 4}, "not checked"),
+        ("full off", {room.ATTENTION: 4, FLASH: 4}, "passed"),
     ],
 )
 def test_recomputation_on_a_gpu_is_not_called_failed_where_it_cannot_be_seen(
-    plan: dict[str, str], seen: dict[str, int], status: str
+    plan: str, seen: dict[str, int], status: str
 ) -> None:
     """On paper: what is in the trace of two blocks."""
+    recompute, _, compiled = plan.partition(" ")
     case: Any = SimpleNamespace(
-        plan=SimpleNamespace(**plan), blocks=2, cuda=True, mixing="softmax", rule=None,
+        plan=SimpleNamespace(recompute=recompute, compile=compiled), blocks=2, cuda=True, mixing="softmax", rule=None,
         in_pass=Trace(operations=Counter(seen))
     )  # fmt: skip
     assert room._recompute(case).status == status
@@ -450,13 +416,8 @@ def test_the_tuned_plan_is_verified_and_the_corpus_tokenised_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "corpus.txt").write_text("a few words of no meaning, many times over. " * 2000)
-    sets = [
-        *TINY,
-        "model.vocab_size=300",
-        f"data.source={tmp_path / 'corpus.txt'}",
-        "data.valid_fraction=0",
-        "train.eval_every=0",
-    ]
+    sets = [*TINY, "model.vocab_size=300", f"data.source={tmp_path / 'corpus.txt'}"]
+    sets += ["data.valid_fraction=0", "train.eval_every=0"]
     command = ["verify", "nano", *(part for text in sets for part in ("--set", text)), "--plan", "auto"]
     asked: list[Plan] = []
 
@@ -472,24 +433,12 @@ def test_the_tuned_plan_is_verified_and_the_corpus_tokenised_first(
     rules = make_plan(recipe, hardware_here(facts, None))
     assert main(command) == 0
     assert [line for line in said if "has not been tuned on this machine" in line]
-    result = TuningResult(
-        tuned_at="then",
-        ratio=1.5,
-        low=1.4,
-        high=1.6,
-        paired=True,
-        tokens_per_s=1.0,
-        trials=1,
-        elapsed_s=1.0,
-        untried=(),
-        rows=(),
-    )
     folder = tuning_folder(facts, rules)
     folder.mkdir(parents=True)
-    keep(folder, replace(rules, micro_batch=1, accumulation=4), result)
+    keep(folder, replace(rules, micro_batch=1, accumulation=4), TUNED)
     shutil.rmtree(cache_folder() / "data")
     assert main(command) == 0
-    assert [line for line in said if "tuned then, 1.50x the rules' plan" in line]
+    assert [line for line in said if f"tuned {TUNED.tuned_at}, 1.50x the rules' plan" in line]
     assert [plan.micro_batch for plan in asked] == [rules.micro_batch, 1]
 
 
