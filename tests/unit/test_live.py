@@ -4,6 +4,7 @@ our own."""
 import io
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,19 +20,9 @@ NOTE = "6N+12LdT, of 989 TFLOP/s bf16 datasheet"
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
-    known = {
-        "step": step,
-        "loss": 4.0 - step / 1000,
-        "lr": 3e-4,
-        "tokens_per_s": 41_234.0,
-        "step_s": 0.148,
-        "data_wait_s": 0.000444,
-    }
-    return (
-        known
-        | {"mfu": None, "ceiling_share": None, "memory_bytes": int(1.2 * 2**30), "elapsed_s": step * 0.148}
-        | more
-    )
+    known = {"step": step, "loss": 4.0 - step / 1000, "lr": 3e-4, "tokens_per_s": 41_234.0, "step_s": 0.148}
+    known |= {"data_wait_s": 0.000444, "memory_bytes": int(1.2 * 2**30), "elapsed_s": step * 0.148}
+    return {**known, "mfu": None, "ceiling_share": None, **more}
 
 
 STAGE = {"title": "nano · cpu", "total_steps": 1000, "mfu_note": NOTE}
@@ -66,11 +57,7 @@ class PlainRun:
             self.view.metrics(line(step, step_s=step_s))
 
     def shown(self) -> list[int]:
-        return [
-            int(row.split()[1].split("/")[0])
-            for row in self.stream.getvalue().splitlines()
-            if row.startswith("step ")
-        ]
+        return [int(step) for step in re.findall(r"^step (\d+)/", self.stream.getvalue(), re.MULTILINE)]
 
 
 class TestPlain:
@@ -89,22 +76,17 @@ class TestPlain:
             "checkpoint of update 120, 9 ms of training lost",
         ]
 
-    def test_slow_steps_come_every_two_seconds(self) -> None:
+    @pytest.mark.parametrize(
+        ("steps", "step_s", "shown"),
+        [(9, 0.5, [1, 5, 9]), (1000, 0.001, [1, *range(100, 1001, 100)]), (7, 0.001, [1, 7])],
+        ids=["every two seconds", "every tenth", "and the last, however early"],
+    )
+    def test_when_a_step_is_shown(self, steps: int, step_s: float, shown: list[int]) -> None:
         run = PlainRun()
-        run.steps(range(1, 10), step_s=0.5)
-        assert run.shown() == [1, 5, 9]
-
-    def test_fast_steps_come_every_tenth_and_the_first_and_last_always(self) -> None:
-        run = PlainRun(total_steps=1000)
-        run.steps(range(1, 1001), step_s=0.001)
+        run.steps(range(1, steps + 1), step_s=step_s)
+        assert run.shown() == shown[: -1 if steps == 7 else None]
         run.view.close()
-        assert run.shown() == [1, *range(100, 1001, 100)]
-
-    def test_a_run_that_ends_early_still_shows_its_last_step(self) -> None:
-        run = PlainRun()
-        run.steps(range(1, 8), step_s=0.001)
-        run.view.close()
-        assert run.shown() == [1, 7]
+        assert run.shown() == shown
 
     def test_missing_and_broken_numbers(self) -> None:
         run = PlainRun()

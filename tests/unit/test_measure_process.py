@@ -74,6 +74,7 @@ CUDA kernel errors might be asynchronously reported at some other API call, so t
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1
 Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."""
 """What CUDA itself says, with torch's advice behind it."""
+CUBLAS_MEMORY = "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"
 
 
 @pytest.fixture(autouse=True)
@@ -103,19 +104,9 @@ def test_a_trial_that_ends_well_gives_all_it_measured(tmp_path: Path) -> None:
         ({"kind": "says", "failed": "crashed"}, "crashed", "said so", 0),
         ({"kind": "dies in start"}, "crashed", "no kernel image", 0),
         ({"kind": "dies in start", "words": CUDA_MEMORY}, "out_of_memory", "CUDA error: out of memory", 0),
-        (
-            {"kind": "dies in start", "words": "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"},
-            "out_of_memory",
-            "CUBLAS",
-            0,
-        ),
+        ({"kind": "dies in start", "words": CUBLAS_MEMORY}, "out_of_memory", "CUBLAS", 0),
         ({"kind": "dies", "at": 3}, "out_of_memory", "Tried to allocate", 2),
-        (
-            {"kind": "killed", "at": 2},
-            "crashed",
-            "killed by signal 9 (the system does so when memory runs out)",
-            1,
-        ),
+        ({"kind": "killed", "at": 2}, "crashed", "killed by signal 9 (the system does so when memory", 1),
     ],
 )
 def test_a_failure_is_a_result_with_what_came_before_it(
@@ -162,15 +153,13 @@ def test_the_next_child_is_ready_before_it_is_asked_for_and_leaves_with_the_sear
         assert not psutil.pid_exists(left._process.pid)
 
 
-@pytest.mark.parametrize(("profile", "cores", "ahead"), [("h200-141g", 16, True), ("h200-141g", 4, False)])
-def test_nothing_is_started_ahead_where_it_would_be_felt(
-    profile: str, cores: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_started_ahead_where_it_would_be_felt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read()"))
-    children = Children.on(hardware_as(profile, cores))
-    with children.take(""):
-        assert bool(children._ready) == ahead
-    children.close()
+    for cores, ahead in ((16, True), (4, False)):
+        children = Children.on(hardware_as("h200-141g", cores))
+        with children.take(""):
+            assert bool(children._ready) == ahead
+        children.close()
 
 
 def test_the_allocator_is_set_before_the_child_starts_and_a_users_own_wins(
@@ -243,11 +232,8 @@ def test_a_child_ends_with_its_parent_also_while_it_imports_torch(tmp_path: Path
 
 
 def test_a_child_whose_parent_was_killed_before_it_could_look_does_not_begin(tmp_path: Path) -> None:
-    request = {
-        "do": "start",
-        "subject": "builtins:exec",
-        "setting": AT_WORK.format(path=str(tmp_path / "pid")),
-    }
+    at_work = AT_WORK.format(path=str(tmp_path / "pid"))
+    request = {"do": "start", "subject": "builtins:exec", "setting": at_work}
     nobody = subprocess.Popen([sys.executable, "-c", ""])
     nobody.wait()
     command = [sys.executable, "-m", "redline.measure.process", str(nobody.pid)]
@@ -342,6 +328,9 @@ class Nothing:
     def close(self) -> None: ...
 
 
+START = {"subject": f"{__name__}:Nothing", "setting": {}, "block_s": 0, "guard_steps": 2, "warmup_s": 0}
+
+
 def test_memory_beside_torch_is_this_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others that take turns fill and clear the same GPU between two requests; what they do there is not
     counted."""
@@ -350,12 +339,9 @@ def test_memory_beside_torch_is_this_process_s_own(monkeypatch: pytest.MonkeyPat
     readings = iter([140.0, 139.5, 79.5, 79.4])
     monkeypatch.setattr(inside, "reachable_bytes", lambda: round(next(readings) * 2**30))
     monkeypatch.setattr(inside, "cuda_peaks", dict)
-    server, request = (
-        inside.TrialServer(),
-        {"subject": f"{__name__}:Nothing", "setting": {}, "block_s": 0, "guard_steps": 2, "warmup_s": 0},
-    )
+    server = inside.TrialServer()
     for expected in (0.5, 0.6):
-        server.start(request)
+        server.start(START)
         with monkeypatch.context() as patch:
             patch.setattr(inside.torch.cuda, "is_initialized", lambda: True)
             assert server.memory({})["other_bytes"] / 2**30 == pytest.approx(expected, abs=1e-6)
@@ -369,14 +355,7 @@ class Skipping(Nothing):
 
 
 def test_numbers_that_are_none_come_through_the_pipe_as_none() -> None:
-    request = {
-        "subject": f"{__name__}:Skipping",
-        "setting": {},
-        "block_s": 0,
-        "guard_steps": 2,
-        "warmup_s": 0,
-    }
-    server = inside.TrialServer()
+    server, request = inside.TrialServer(), START | {"subject": f"{__name__}:Skipping"}
     started = json.loads(json.dumps(server.start(request), allow_nan=False))
     assert (started["losses"], started["grad_norms"]) == ([11.0, None], [None, 2.0])
     assert build(Measurement, {"outcome": "ok", **started}, where="trial").grad_norms == (None, 2.0)
@@ -388,9 +367,6 @@ def test_warm_up_is_as_long_as_the_guard_needs_and_long_steps_need_two(
     monkeypatch: pytest.MonkeyPatch, guard_steps: int
 ) -> None:
     monkeypatch.setattr(inside, "timed", lambda *_: 2.0)
-    server, request = (
-        inside.TrialServer(),
-        {"subject": f"{__name__}:Nothing", "setting": {}, "block_s": 0, "warmup_s": 100},
-    )
-    assert server.start(request | {"guard_steps": guard_steps})["warmup_steps"] == max(3, guard_steps)
+    server, request = inside.TrialServer(), START | {"warmup_s": 100, "guard_steps": guard_steps}
+    assert server.start(request)["warmup_steps"] == max(3, guard_steps)
     server._clear()

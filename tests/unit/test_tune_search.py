@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lab import HANGS, KILLED, Behaviour, Lab
+from trials import TUNED
 
 from redline.cli.tune import gain
 from redline.config.load import load_recipe
@@ -554,10 +555,7 @@ def test_what_is_printed_says_against_what_and_how_the_speed_was_measured() -> N
         name=f"{FINAL} the rules' plan", predicted=None, outcome="ok", comparison=slower,
         verdict="not resolved",
     )  # fmt: skip
-    same = TuningResult(
-        tuned_at="2026-01-01T00:00:00Z", ratio=1.0, low=1.0, high=1.0, paired=True, tokens_per_s=1e3,
-        trials=3, elapsed_s=1.0, untried=(), rows=(start,),
-    )  # fmt: skip
+    same = replace(TUNED, ratio=1.0, low=1.0, high=1.0, rows=(start,))
     assert gain(same) == "the rules' plan is the fastest found: 1.0k tokens/s measured alone"
     assert gain(replace(same, rows=(start, last))).endswith("1.0k tokens/s measured in turns with another")
     apart = replace(last, comparison=replace(slower, paired=False))
