@@ -290,7 +290,7 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
 ) -> None:
     train = Trainings()
     train.fail = "lr=1e-3"
-    for name, stand_in in (("train_in_process", train), ("ceilings_of", str), ("tokenise", str)):
+    for name, stand_in in (("race.train_in_process", train), ("ceilings_of", str), ("tokenise", str)):
         monkeypatch.setattr(f"redline.cli.race.{name}", stand_in)
     monkeypatch.setenv("COLUMNS", "60")
     sets = [part for value in EVERY for part in ("--set", value)]

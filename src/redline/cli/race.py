@@ -21,19 +21,7 @@ from redline.record.units import DASH
 from redline.report.grid import Grid, Output
 from redline.report.page import write_page
 from redline.report.view import views
-from redline.tune.race import (
-    AT_MOST,
-    COLUMNS,
-    RESULT,
-    Arm,
-    Result,
-    check,
-    race,
-    recorded,
-    rows,
-    slower_than,
-    train_in_process,
-)
+from redline.tune import race
 
 ARGUMENTS = """
 RECIPE...                  shipped recipes or .toml files; RECIPE@TABLE.KEY=VALUE is a variant of one
@@ -55,15 +43,17 @@ def run(options: argparse.Namespace) -> int:
     sets += [f"train.target_loss={options.target:g}"] if options.target else []
     sets += [f"train.max_hours={options.seconds / 3600!r}"] if options.seconds else []
     arms = [_arm(text, sets) for text in options.recipe]
-    check(arms)
+    race.check(arms)
     facts = read_facts()
-    before = recorded(options.against, arms, facts, options.seeds) if options.against else None
+    before = race.recorded(options.against, arms, facts, options.seeds) if options.against else None
     ceilings_of(facts)  # or the first run would measure them, and its start-up would count it
     tokenise(arms[0].recipe)
-    result = race(arms, options.out, facts, seeds=options.seeds, train=train_in_process, progress=status)
+    result = race.race(
+        arms, options.out, facts, seeds=options.seeds, train=race.train_in_process, progress=status
+    )
     if runs := [run for arm in arms if (run := arm.place(options.out, 0)).exists()]:
         write_page(views(runs), options.out / "report.html")
-    slower = slower_than(result, before) if before else []
+    slower = race.slower_than(result, before) if before else []
     if options.json:
         print_json({**asdict(result), "slower": slower})
     else:
@@ -73,26 +63,26 @@ def run(options: argparse.Namespace) -> int:
     return 1 if slower else 0
 
 
-def _arm(text: str, sets: list[str]) -> Arm:
+def _arm(text: str, sets: list[str]) -> race.Arm:
     name, *own = text.split("@")
     recipe = load_recipe(name, [*sets, *own], say=status)
     if not recipe.model.is_shaped:
         raise ConfigError(f"{name}: a race is between models with a shape: give [model] in the recipe")
-    return Arm(re.sub(r"[^\w.=+-]+", "-", text.removesuffix(".toml")).strip("-."), recipe)
+    return race.Arm(re.sub(r"[^\w.=+-]+", "-", text.removesuffix(".toml")).strip("-."), recipe)
 
 
-def _print(result: Result, folder: Path) -> None:
+def _print(result: race.Result, folder: Path) -> None:
     names = [lane.name for lane in result.lanes]
     if max(map(len, names)) > WIDEST_NAME:  # the lines below the table say which is which
         numbered = [replace(lane, name=f"recipe {n}") for n, lane in enumerate(result.lanes, 1)]
         result = replace(result, lanes=tuple(numbered))
         names = [f"recipe {n}, {name}" for n, name in enumerate(names, 1)]
-    table, joules = rows(result), COLUMNS.index("kJ")
+    table, joules = race.rows(result), race.COLUMNS.index("kJ")
     measured = any(row[joules] not in ("", DASH) for row in table)
-    kept = [place for place in range(len(COLUMNS)) if measured or place != joules]
+    kept = [place for place in range(len(race.COLUMNS)) if measured or place != joules]
     shown = [tuple(row[place] for place in kept) for row in table]
     print(f"Time to loss over {result.seeds} seed(s), on the same data")
-    Output().print(Grid([COLUMNS[place] for place in kept], shown, right=(0,), named_below=True))
+    Output().print(Grid([race.COLUMNS[place] for place in kept], shown, right=(0,), named_below=True))
     for name, lane in zip(names, result.lanes, strict=True):
         losses = ", ".join(f"{loss:.4f}" for loss in lane.lowest)
         start = ", ".join(f"{start_up_s:.1f}" for start_up_s in lane.start_up_s)
@@ -100,10 +90,10 @@ def _print(result: Result, folder: Path) -> None:
         print(f"{name}: {ended}")
         for why in lane.failed:
             print(f"  a run failed: {why}")
-    early = any(cell.startswith(AT_MOST) for row in table for cell in row)
+    early = any(cell.startswith(race.AT_MOST) for row in table for cell in row)
     unknown = " ≤: already there at the first validation, so the time is not known." if early else ""
     print(
         "Median of the seeds [lowest, highest]; seconds from the command on, validations included; net: without start-up;"
         f" speed-up against the first recipe, 90 % interval.{unknown}{'' if measured else ' No joules: no GPU counts them here.'}"
     )
-    print(f"written to {folder / RESULT}; the curves of the first seed: {folder / 'report.html'}")
+    print(f"written to {folder / race.RESULT}; the curves of the first seed: {folder / 'report.html'}")

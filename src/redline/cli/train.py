@@ -25,15 +25,7 @@ from redline.cli.plan import chosen, make
 from redline.config.recipe import Recipe
 from redline.data.read import find_source
 from redline.errors import ConfigError, MachineError
-from redline.launch.processes import (
-    LAUNCHER,
-    STOPPED_CODE,
-    UNDER_AGENT,
-    out_of_memory_override,
-    start_processes,
-    under_torchrun,
-    with_recovery,
-)
+from redline.launch import processes
 from redline.machine.facts import read_facts, slow_import
 from redline.machine.store import cached, forget_if_beaten
 from redline.machine.wake import wake_gpu
@@ -107,7 +99,7 @@ def train(options: argparse.Namespace, recipe: Recipe, **how: Any) -> int:
     if recipe.workload == "pretrain":
         find_source(recipe.data.source)
     least, most = nodes_of(options)
-    if under_torchrun() or (options.nproc == 1 and most == 1):
+    if processes.under_torchrun() or (options.nproc == 1 and most == 1):
         return _train(options, recipe, folder, **how)
     _plan(options, recipe, options.nproc * most, most)  # measures the ceilings, so that all plan alike
     if most > 1:
@@ -116,30 +108,30 @@ def train(options: argparse.Namespace, recipe: Recipe, **how: Any) -> int:
         nodes = Nodes(least=least, most=most, endpoint=options.rdzv, job=recipe.identity)
         return run_on_nodes(nodes, options.nproc, options.arguments, folder)
     with failures_recorded(folder, "process_died", MachineError):  # one that was killed cannot record it
-        return with_recovery(
-            lambda overrides: start_processes(options.nproc, [*options.arguments, *overrides]),
-            lambda: out_of_memory_override(folder / "events.jsonl"),
+        return processes.with_recovery(
+            lambda overrides: processes.start_processes(options.nproc, [*options.arguments, *overrides]),
+            lambda: processes.out_of_memory_override(folder / "events.jsonl"),
         )
 
 
 def end_with_launcher() -> None:
     """A process that another one started (`--nproc`, `redline race`) does not outlive it."""
-    if LAUNCHER in os.environ:
+    if processes.LAUNCHER in os.environ:
         from redline.measure.process import end_with
 
-        end_with(int(os.environ[LAUNCHER]))
+        end_with(int(os.environ[processes.LAUNCHER]))
 
 
 def _plan(options: argparse.Namespace, recipe: Recipe, world_size: int, nodes: int) -> Plan:
     """The plan, made with measured ceilings; on a new machine they are measured first."""
     facts, from_file = read_facts(), options.plan not in (None, "auto")
-    if not from_file and not under_torchrun() and cached(facts) is None:
+    if not from_file and not processes.under_torchrun() and cached(facts) is None:
         from redline.train.execution import set_allocator
 
         set_allocator(make(options, recipe, nproc=world_size, nodes=nodes))
         ceilings_of(facts)
     several = options.nproc > 1 or nodes_of(options)[1] > 1
-    first = os.environ.get("RANK", "0") == "0" and (under_torchrun() or not several)
+    first = os.environ.get("RANK", "0") == "0" and (processes.under_torchrun() or not several)
     return chosen(options, recipe, world_size, nodes, say=status if first else lambda text: None)
 
 
@@ -171,7 +163,7 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
         if recipe.workload == "pretrain" and process.is_first:
             how["progress"] = byte_progress("tokenising")
         outcome = run(recipe, plan, folder, process, observers=watching, fork=options.fork, **how)
-    code = STOPPED_CODE if UNDER_AGENT in os.environ and not outcome.complete else 0
+    code = processes.STOPPED_CODE if processes.UNDER_AGENT in os.environ and not outcome.complete else 0
     if not process.is_first:
         return code
     forget_if_beaten(read_facts(), read_run(folder).typical("ceiling_share") or 0.0, status)

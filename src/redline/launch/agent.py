@@ -37,17 +37,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
 from redline.errors import MachineError, RedlineError
-from redline.launch.processes import (
-    LOOK_EVERY_S,
-    STOPPED_CODE,
-    STOPS,
-    UNDER_AGENT,
-    Member,
-    environment_of,
-    failures,
-    out_of_memory_override,
-    stop,
-)
+from redline.launch import processes
 from redline.record.run import RunFolder
 from redline.train.places import step_folders
 from redline.train.stop import handled_by
@@ -92,7 +82,7 @@ def _run_agent(
 ) -> int:
     agent = Agent(handler, nproc, arguments, run)
     try:
-        with handled_by(agent.request_stop, *STOPS):
+        with handled_by(agent.request_stop, *processes.STOPS):
             agent.run()
     except Stopped:
         if nodes.least < nodes.most:  # the others go on
@@ -138,11 +128,11 @@ class Agent(SimpleElasticAgent):
             rdzv_handler=handler,
             entrypoint="redline",
             max_restarts=RESTARTS,
-            monitor_interval=LOOK_EVERY_S,
+            monitor_interval=processes.LOOK_EVERY_S,
         )
         super().__init__(spec)
         self.arguments, self.run_folder = arguments, run
-        self.members: list[Member] = []
+        self.members: list[processes.Member] = []
         self.code = 0
         self._stopping = False
         self._smaller: list[str] = []
@@ -156,7 +146,7 @@ class Agent(SimpleElasticAgent):
         for member in self._running():
             member.process.terminate()
 
-    def _running(self) -> list[Member]:
+    def _running(self) -> list[processes.Member]:
         return [member for member in self.members if member.process.poll() is None]
 
     def _rendezvous(self, group: WorkerGroup) -> None:
@@ -168,7 +158,7 @@ class Agent(SimpleElasticAgent):
         step = max(step_folders(self.run_folder / "checkpoints"), default=0)
         if step > self._saved:
             self._saved, self._remaining_restarts = step, RESTARTS
-        if override := out_of_memory_override(self.run_folder / "events.jsonl"):
+        if override := processes.out_of_memory_override(self.run_folder / "events.jsonl"):
             self._smaller = ["--set", override]
         nproc = group.spec.local_world_size
         place = {
@@ -179,14 +169,14 @@ class Agent(SimpleElasticAgent):
             "MASTER_PORT": group.master_port,
             "TORCHELASTIC_USE_AGENT_STORE": True,  # the agent of the first node holds it, one for every meeting
             "TORCHELASTIC_RESTART_COUNT": 0,
-            UNDER_AGENT: 1,
+            processes.UNDER_AGENT: 1,
         }
         self.members = []
         for worker in group.workers:
             ranks = {"RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank}
-            environment = environment_of(nproc, WORLD_SIZE=worker.world_size, **ranks, **place)
+            environment = processes.environment_of(nproc, WORLD_SIZE=worker.world_size, **ranks, **place)
             arguments = [*self.arguments, *self._smaller]
-            self.members.append(Member(worker.global_rank, arguments, environment))
+            self.members.append(processes.Member(worker.global_rank, arguments, environment))
         if self._stopping:
             for member in self.members:
                 member.process.terminate()
@@ -197,10 +187,10 @@ class Agent(SimpleElasticAgent):
             if not any(member.process.returncode for member in self.members):
                 return RunResult(state=WorkerState.HEALTHY)
             self._wait()
-        if not (failed := failures(self.members)):
+        if not (failed := processes.failures(self.members)):
             values = {worker.global_rank: 0 for worker in group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-        broken = [member for member in failed if member.process.returncode != STOPPED_CODE]
+        broken = [member for member in failed if member.process.returncode != processes.STOPPED_CODE]
         if self._stopping:
             # one that the signal killed could not save yet, and whatever failed with it had nothing to save either
             if broken and all(member.process.returncode != -signal.SIGTERM for member in broken):
@@ -212,7 +202,7 @@ class Agent(SimpleElasticAgent):
         if broken[0].process.returncode < 0 and self.run_folder.is_dir():
             error = f"{broken[0].summary} on {socket.gethostname()}"
             RunFolder(self.run_folder).event("process_died", error=error)
-        smaller = out_of_memory_override(self.run_folder / "events.jsonl")
+        smaller = processes.out_of_memory_override(self.run_folder / "events.jsonl")
         helps = smaller is not None and smaller not in self._smaller
         if self._remaining_restarts == 0 or (broken[0].has_said_why and not helps):
             self.code = broken[0].tell()
@@ -223,9 +213,11 @@ class Agent(SimpleElasticAgent):
     def _wait(self) -> None:
         """Until all have ended. Those that were asked to stop save a checkpoint; if one fails, the others are given up."""
         while self._running():
-            if any((member.process.returncode or 0) not in (0, STOPPED_CODE) for member in self.members):
-                stop(self.members)
-            time.sleep(LOOK_EVERY_S)
+            if any(
+                (member.process.returncode or 0) not in (0, processes.STOPPED_CODE) for member in self.members
+            ):
+                processes.stop(self.members)
+            time.sleep(processes.LOOK_EVERY_S)
 
     def _stop_workers(self, *_given: Any, **_named: Any) -> None:
         for member in self._running():
