@@ -8,6 +8,7 @@ the completions so far (a budget that stops early). If it has nothing yet but ma
 asked again.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -102,13 +103,8 @@ class Completion:
 
 def consecutive(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """Numbers of samples without gaps, as a request has them: (first, how many)."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and sum(runs[-1]) == number:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((number, 1))
-    return runs
+    runs = itertools.groupby(enumerate(numbers), key=lambda placed: placed[1] - placed[0])
+    return [(run[0][1], len(run)) for run in (list(placed) for _, placed in runs)]
 
 
 class Engine(Protocol):
