@@ -26,6 +26,16 @@ def warm(cache: Path) -> Iterator[Warm]:
         yield warm
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Two cores of a Ray that is started here: without one, a command would join whatever runs on this machine."""
+    ray = pytest.importorskip("ray")
+    small = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 80 * 2**20}
+    ray.init("local", num_cpus=2, **small)
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture(scope="session")
 def nano(warm: Warm, cache: Path) -> Nano:
     return Nano(warm, cache)

@@ -2,26 +2,14 @@
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 
 from redline.cli.data import _build_on_ray
 from redline.cli.main import main
 from redline.data.build import build, segments
 from redline.data.read import SHIPPED
-
-
-@pytest.fixture
-def cluster() -> Iterator[None]:
-    """Started here: without one, the command would join whatever cluster runs on this machine."""
-    ray.init(
-        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20
-    )
-    yield
-    ray.shutdown()
 
 
 def test_a_build_on_ray_makes_the_bytes_of_one_process(

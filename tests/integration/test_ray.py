@@ -36,16 +36,8 @@ from redline.record.run import read_lines
 from redline.train.restore import open_weights
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("cluster")
 ROOM: dict[str, Any] = {"slots": 4, "max_prompt_tokens": 8, "max_new_tokens": 24}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(
-        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20
-    )
-    yield
-    ray.shutdown()
 
 
 @dataclass

@@ -2,7 +2,6 @@
 and the run of the stand-in (tests/unit/test_rl_workers.py) where one is."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,7 @@ from redline.rl import policy
 from redline.rl.domains import Domains
 
 ray = pytest.importorskip("ray")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cluster() -> Iterator[None]:
-    small = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 80 * 2**20}
-    ray.init("local", num_cpus=2, **small)
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("cluster")
 
 
 @pytest.fixture(scope="module")
