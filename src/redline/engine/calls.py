@@ -1,7 +1,7 @@
 """Calls to an HTTP server that speaks JSON, many at a time: kept-open connections, retries, one clear line for each
 failure. No torch.
 
-    line = Line("http://localhost:8000", key, connections=64, timeout_s=600.0, progress=print)
+    line = Line("http://localhost:8000", connections=64, timeout_s=600.0, progress=print)
     answer = line.submit("/completions", body).result()         # a future; cancel it to hang up
 
 httpx does the work, in an event loop in a thread, so that a call nobody waits for any more can end immediately; a
@@ -10,6 +10,7 @@ thread that reads a socket cannot. Left out: redirects (the key must not travel 
 
 import asyncio
 import json
+import os
 import random
 import threading
 import time
@@ -38,18 +39,13 @@ class _Lost(Exception):
 
 
 class Line:
-    """The connections to one server, used from any thread and closed together. The key is never printed."""
+    """The connections to one server, used from any thread and closed together. The key comes from the environment and is
+    never printed."""
 
     def __init__(
-        self,
-        url: str,
-        key: str | None,
-        *,
-        connections: int,
-        timeout_s: float,
-        progress: Callable[[str], None],
+        self, url: str, *, connections: int, timeout_s: float, progress: Callable[[str], None]
     ) -> None:
-        self.url = _checked(url)
+        self.url, key = _checked(url), os.environ.get(KEY_VARIABLE)
         if key and (not key.isascii() or not key.isprintable() or " " in key):
             raise ConfigError(
                 f"the key ({KEY_VARIABLE}) must be printable ASCII without spaces, and it is not"

@@ -100,24 +100,23 @@ class LocalEngine(Engine):
         model: Transformer,
         tokenizer: Tokenizer,
         *,
+        slots: int,
         max_prompt_tokens: int,
         max_new_tokens: int,
-        slots: int | None = None,
         eos_ids: Sequence[int] = (),
         reproducible: bool = False,
     ) -> None:
-        """`slots`: sequences generated together (None: what the free memory holds)."""
-        if max_prompt_tokens < 1 or max_new_tokens < 1 or (slots is not None and slots < 1):
+        """`slots`: sequences generated together (`fitting_slots`: what the free memory holds)."""
+        if min(max_prompt_tokens, max_new_tokens, slots) < 1:
             raise ConfigError(f"an engine needs room: got {max_prompt_tokens=}, {max_new_tokens=}, {slots=}")
         self.model, self.tokenizer = model, tokenizer
         self.eos_ids, self.reproducible = tuple(dict.fromkeys(eos_ids)), reproducible
         if len(self.eos_ids) > STOP_IDS:
             raise ConfigError(f"a model has at most {STOP_IDS} tokens that end a text, got {self.eos_ids}")
-        longest = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
-        capacity = slots or fitting_slots(model, **longest)
-        self._ahead = max(1, capacity // AHEAD)
+        self._ahead = max(1, slots // AHEAD)
         """Samples whose prompts are read before there is a slot for them."""
-        self.room = Room(slots=capacity, prompts=capacity + self._ahead, whole=reproducible, **longest)
+        longest = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
+        self.room = Room(slots=slots, prompts=slots + self._ahead, whole=reproducible, **longest)
         self.decoder = Decoder(model, self.room, whole_batch=reproducible)
         self.stats = Stats()
         self._free: list[int] = []
@@ -131,7 +130,7 @@ class LocalEngine(Engine):
         self._cut: list[int] = []
         """Slots whose sample ended with a stop string, which the device does not know yet."""
         # arrays, because at 2,048 slots a loop in every round would take longer than a decode step
-        self._known = np.zeros((4, capacity), np.int64)
+        self._known = np.zeros((4, slots), np.int64)
         self._prompt_of, self._left, self._filtered, self._watched = self._known
         self._abandon()
 

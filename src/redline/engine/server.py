@@ -17,7 +17,6 @@ other endpoint, and models whose template is not known here. Left out: streamed 
 """
 
 import json
-import os
 import queue
 import time
 import zlib
@@ -28,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from redline.engine.calls import KEY_VARIABLE, Line, shown
+from redline.engine.calls import Line, shown
 from redline.engine.request import Completion, Engine, Finish, Request
 from redline.errors import ConfigError, nearest
 
@@ -78,7 +77,6 @@ class ServerEngine(Engine):
         url: str,
         model: str | None = None,
         *,
-        api_key: str | None = None,
         concurrency: int = 64,
         timeout_s: float = 600.0,
         tokenizer: Any = None,
@@ -93,7 +91,6 @@ class ServerEngine(Engine):
         self.path = CHAT if url.rstrip("/").endswith(CHAT) else "/completions"
         self._line = Line(
             url.rstrip("/").removesuffix(CHAT),
-            os.environ.get(KEY_VARIABLE) if api_key is None else api_key,
             connections=concurrency,
             timeout_s=timeout_s,
             progress=progress or (lambda _: None),
