@@ -1,6 +1,7 @@
 """Counting without torch against the real model: parameters and matrix products on the meta device, FLOPs by
 torch's own counter."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from generated import models
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from redline.config.dfa import DfaConfig
@@ -24,10 +27,12 @@ from redline.plan.arithmetic import (
     feedback_blocks,
     flops_per_token,
     memory,
+    muon_bytes,
     parameters,
     slot_bytes,
 )
 from redline.train.feedback import ALIGNED, FeedbackAlignment, RandomFeedback
+from redline.train.optimizer import make_optimizers
 
 PRETRAINING = [name for name in shipped() if load_recipe(name).workload == "pretrain"]
 
@@ -167,3 +172,50 @@ def test_feedback_alignment_holds_the_activations_of_one_block():
     plain = bytes_of(24, None)
     assert plain.activations == 2 * bytes_of(12, None).activations
     assert deep.total < plain.total / 2
+
+
+class Allocated(TorchDispatchMode):
+    """The most bytes that tensors which operations return take together; those of `before` are there already."""
+
+    def __init__(self, before: list[Tensor]) -> None:
+        super().__init__()
+        self.before = {t.untyped_storage()._cdata for t in before}
+        self.returned: list[weakref.ref[Tensor]] = []
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        found = operation(*args, **(kwargs or {}))
+        self.returned = [ref for ref in self.returned if ref() is not None]
+        self.returned += [weakref.ref(t) for t in tree_leaves((found,)) if isinstance(t, Tensor)]
+        storages = [t.untyped_storage() for ref in self.returned if (t := ref()) is not None]
+        sizes = {one._cdata: one.nbytes() for one in storages if one._cdata not in self.before}
+        self.peak_bytes = max(self.peak_bytes, sum(sizes.values()))
+        return found
+
+
+@pytest.mark.parametrize("normalize", ["false", "true"])
+@pytest.mark.parametrize("name", ["gpt-1.3b", "llama-124m-muon", "speedrun/45s"])
+def test_muons_update_fits_what_is_predicted_for_passes_of_one_sequence(name, normalize):
+    recipe = load_recipe(name, ["train.optimizer=muon", f"train.muon_normalize={normalize}"])
+    model = on_meta(recipe.model)
+    _, muon = make_optimizers(model, recipe.train)
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)
+    held = {p: [p, p.grad, *muon.state[p].values()] for p in model.parameters() if p in muon.state}
+    with Allocated([t for tensors in held.values() for t in tensors]) as update:
+        muon.step()
+    assert update.peak_bytes == pytest.approx(muon_bytes(recipe.model), rel=0.07), (
+        "whole matrices fill most of a stack"
+    )
+    assert update.peak_bytes < 1.01 * muon_bytes(recipe.model)
+    values = {
+        "precision": "bf16",
+        "recompute": "full",
+        "loss_chunks": 8,
+        "shards": 1,
+        "cross_entropy": "fused",
+    }
+    for accumulation in (1, 2):
+        found = memory(recipe, values, tokens=1024, accumulation=accumulation, fused=True)
+        changing = 4 * parameters(recipe.model).total + update.peak_bytes
+        assert found.weights + found.optimizer + changing < found.total

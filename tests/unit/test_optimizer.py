@@ -101,6 +101,27 @@ def test_matrices_that_one_parameter_holds_are_updated_one_by_one():
         assert_close(matrix, expected)
 
 
+def test_normalised_matrices_of_one_parameter_keep_their_own_lengths():
+    """The first is of rank 1, so that evening it out changes its length most; the others' must not pay for it."""
+    torch.manual_seed(0)
+    rows = (32, 16, 16)
+    whole = nn.Parameter(torch.randn(64, 32))
+    apart = [nn.Parameter(m.detach().clone()) for m in whole.split(rows)]
+    muons = [
+        Muon([{"params": [whole], "rows": rows}], lr=0.02, weight_decay=0.1, normalize=True),
+        Muon(apart, lr=0.02, weight_decay=0.1, normalize=True),
+    ]
+    for _ in range(3):
+        gradient = torch.cat([torch.randn(32, 1) @ torch.randn(1, 32), torch.randn(32, 32)])
+        whole.grad = gradient
+        for p, part in zip(apart, gradient.split(rows), strict=True):
+            p.grad = part.clone()
+        for muon in muons:
+            muon.step()
+    for matrix, expected in zip(whole.split(rows), apart, strict=True):
+        assert_close(matrix, expected)
+
+
 def test_normalised_updates_have_rows_of_one_size_and_the_length_they_had():
     """NorMuon, written out for one matrix: each row over the root of its mean square so far, then as long as before."""
     torch.manual_seed(0)
@@ -130,7 +151,7 @@ def test_muon_stacks_in_pieces_change_nothing(monkeypatch):
     pieces = copy.deepcopy(whole)
     give_gradients([whole, pieces], 0)
     Muon(whole, lr=0.02, weight_decay=0.0).step()
-    monkeypatch.setattr("redline.train.optimizer.STACK_ELEMENTS", 2 * 16 * 8)
+    monkeypatch.setattr("redline.train.optimizer.MUON_STACK", 2 * 16 * 8)
     Muon(pieces, lr=0.02, weight_decay=0.0).step()
     for a, b in zip(whole, pieces, strict=True):
         assert_close(a, b)

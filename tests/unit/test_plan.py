@@ -337,6 +337,7 @@ def test_large_models_and_batches_are_not_captured():
         (["plan.precision=fp32"], {}, "bf16"),
         (["plan.recompute=full"], {}, "without recomputation"),
         (["train.steps=20"], {}, "in 20 updates"),
+        (["train.max_hours=0.001"], {}, r"in 1\d\d updates"),
         (["plan.micro_batch=1"], {}, "16 passes"),
     ],
 )
@@ -621,6 +622,10 @@ def test_a_plan_fits_only_its_recipe_batch_and_number_of_processes(saved):
     with pytest.raises(ConfigError, match="another workload"):
         check_fit(plan, replace(GPT2, train=replace(GPT2.train, optimizer="muon")), 2)
     check_fit(plan, replace(GPT2, train=replace(GPT2.train, steps=7, seed=3, lr=1.0)), 2)
+    steady, warming = (replace(GPT2.train, orthogonality=1e-4, orthogonality_warmup_steps=n) for n in (0, 9))
+    captured_penalty = replace(plan, work=replace(GPT2, train=steady).work)
+    with pytest.raises(ConfigError, match="another workload"):
+        check_fit(captured_penalty, replace(GPT2, train=warming), 2)
     with pytest.raises(ConfigError, match="the plan is for 2 processes, this run has 1"):
         check_fit(plan, GPT2, 1)
     with pytest.raises(ConfigError, match="a plan never changes the batch"):

@@ -209,6 +209,10 @@ FEEDBACK_LOGITS = 2**25
 """Logits whose error feedback alignment computes at a time, in fp32."""
 VALIDATION_CHUNKS = 8
 """Pieces in which a validation computes its logits, at least: in fp32 they must not take more memory than training."""
+MUON_STACK = 2**25
+"""Elements of matrices that Muon updates together: 128 MiB in fp32, so that the stack stays small beside the model."""
+MUON_STACK_BYTES = 14
+"""Of an element in such a stack, at most: three and a half copies in fp32 (a test counts them)."""
 CUBLAS_BYTES = 64 * 2**20
 """Workspaces that cuBLAS takes from torch's allocator on Hopper."""
 
@@ -221,8 +225,9 @@ def memory(
 
     The peak is in the head (all activations, the logits and their gradient) or in the backward of the last block (all
     activations and its temporaries). With a single pass gradients appear while activations go, so the larger of the two
-    counts. `fused`: norms, gates and rotations keep no copies (`fuses`). Feedback alignment (`dfa`) has its peak in the
-    head, where it holds what the first block reads, or in the second run of its last block, with all gradients."""
+    counts. Small passes may need less than Muon's update. `fused`: norms, gates and rotations keep no copies (`fuses`).
+    Feedback alignment (`dfa`) has its peak in the head, where it holds what the first block reads, or in the second run of
+    its last block, with all gradients."""
     model, lora, dfa, count = recipe.model, recipe.lora, recipe.feedback, parameters(recipe.model)
     precision, recompute, shards = values["precision"], values["recompute"], values["shards"]
     learning = count.total if lora is None else adapter_parameters(model, lora)
@@ -245,6 +250,9 @@ def memory(
         counted = gradients if accumulation > 1 else min(gradients, over)
         temporaries = feedback_bytes(model, dfa, precision) + over - (counted if accumulation == 1 else 0)
         activations += tokens * BYTES[precision] * model.hidden_size
+    if recipe.train.optimizer == "muon" and lora is None:
+        changing = gradients + muon_bytes(model) + CUBLAS_BYTES
+        temporaries += max(0, changing - counted - activations - head - fixed - temporaries)
     return Memory(
         weights=4 * (count.total + (learning if lora else 0)) // shards,
         gradients=counted,
@@ -253,6 +261,14 @@ def memory(
         logits=head,
         workspace=fixed + temporaries,
     )
+
+
+def muon_bytes(model: ModelConfig) -> int:
+    """What Muon needs beside weights, gradients and momenta while it changes one stack of matrices."""
+    columns = (model.num_heads + 2 * model.kv_heads) * model.head_size
+    inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)
+    matrix = model.hidden_size * max(columns, inner)
+    return MUON_STACK_BYTES * min(model.num_layers * matrix, max(MUON_STACK, matrix))
 
 
 def feedback_bytes(model: ModelConfig, dfa: DfaConfig, precision: str) -> int:

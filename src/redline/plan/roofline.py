@@ -77,8 +77,11 @@ def captured_pays(recipe: Recipe, hardware: Hardware, values: dict[str, Any]) ->
     times = f"an update should take the GPU {gpu} and the host {host} to launch"
     if gpu_s >= host_s:
         return False, f"{times}, so the GPU does not wait"
-    if (host_s - gpu_s) * recipe.train.steps < CAPTURE_S:
-        return False, f"{times}; in {recipe.train.steps} updates that is less than capturing takes"
+    hours, updates = recipe.train.max_hours, recipe.train.steps
+    if hours is not None:
+        updates = min(updates, int(hours * 3600 / host_s))
+    if (host_s - gpu_s) * updates < CAPTURE_S:
+        return False, f"{times}; in {updates} updates that is less than capturing takes"
     return True, f"{times} kernel by kernel; as one graph it is a single launch"
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from redline.config.recipe import ModelConfig, MuonIteration, TrainConfig, UpdateKernels
 from redline.model.flat import joined, zeros_like
 from redline.model.transformer import Transformer, part_of
+from redline.plan.arithmetic import MUON_STACK
 from redline.train.process import full, is_spread
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -43,8 +44,6 @@ POLAR_MARGIN = 1.02
 """By which its input stays below norm 1."""
 MOMENTUM = (0.85, 0.95)
 """Muon's at the first update and after its warm-up."""
-STACK_ELEMENTS = 2**25
-"""Of matrices updated together: 128 MiB in fp32, so that the stack stays small beside the model."""
 
 
 class _Uncompiled(torch.optim.Optimizer):
@@ -106,21 +105,26 @@ class Muon(_Uncompiled):
     def _update(self, stack: list[Tensor], group: dict[str, Any]) -> None:
         """Learning rate and momentum may be tensors, which a captured update reads anew at each replay; at a rate of 0 and a
         momentum of 1 nothing changes."""
-        lr, momentum = group["lr"], group["momentum"]
-        buffers = self._slots("momentum_buffer", stack)
-        fresh = torch._foreach_mul([p.grad for p in stack if p.grad is not None], 1 - momentum)
-        _average(buffers, fresh, momentum)
-        ahead = torch._foreach_mul(buffers, momentum)  # Nesterov
-        torch._foreach_add_(ahead, fresh)
-        # a spread one is cast first: half the bytes to gather
-        whole = torch.stack([full(t.bfloat16()) if is_spread(t) else t for t in ahead]).bfloat16()
-        update = _orthogonal(whole, group["rows"], group["iteration"], stack[0].dtype)
+        lr, momentum, rows = group["lr"], group["momentum"], group["rows"] or stack[0].shape[:1]
+        update = _orthogonal(self._ahead(stack, momentum), rows, group["iteration"], stack[0].dtype)
         if group["normalize"]:
             seen = self._slots("row_mean_square", stack)
             _average(seen, torch._foreach_mul(list(update.square().mean(-1)), 1 - momentum), momentum)
-            update = _even(update, torch.stack(seen))
+            parts = (whole.split(rows, dim=1) for whole in (update, torch.stack(seen)))
+            update = torch.cat([_even(*part) for part in zip(*parts, strict=True)], dim=1)
         torch._foreach_mul_(stack, 1 - lr * group["weight_decay"])
         torch._foreach_add_(stack, [part_of(u, p) for u, p in zip(update.mul_(-lr), stack, strict=True)])
+
+    def _ahead(self, stack: list[Tensor], momentum: float | Tensor) -> Tensor:
+        """Takes up the gradients; returns the whole matrices of Nesterov's momentum. On its own, so that what it needs is
+        free when they are made orthogonal."""
+        buffers = self._slots("momentum_buffer", stack)
+        fresh = torch._foreach_mul([p.grad for p in stack if p.grad is not None], 1 - momentum)
+        _average(buffers, fresh, momentum)
+        ahead = torch._foreach_mul(buffers, momentum)
+        torch._foreach_add_(ahead, fresh)
+        # a spread one is cast first: half the bytes to gather
+        return torch.stack([full(t.bfloat16()) if is_spread(t) else t for t in ahead]).bfloat16()
 
     def _slots(self, name: str, stack: list[Tensor]) -> list[Tensor]:
         return [self.state[p][name] for p in stack]
@@ -136,7 +140,7 @@ def _average(
 def _orthogonal(x_PRC: Tensor, rows: tuple[int, ...], iteration: MuonIteration, dtype: torch.dtype) -> Tensor:
     """Each matrix of a stack made orthogonal, those below each other one by one, and scaled as Muon's author does."""
     done, at, columns = [], 0, x_PRC.shape[-1]
-    for size, same in groupby(rows or x_PRC.shape[1:2]):
+    for size, same in groupby(rows):
         end = at + size * len(list(same))
         each = orthogonalize(x_PRC[:, at:end].reshape(-1, size, columns), iteration)
         done.append((each.to(dtype) * max(1.0, size / columns) ** 0.5).reshape(len(x_PRC), -1, columns))
@@ -164,14 +168,14 @@ def orthogonalize(x: Tensor, iteration: MuonIteration = "quintic") -> Tensor:
 
 
 def _stacks(params: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Parameters with gradients, grouped by shape, in pieces of at most STACK_ELEMENTS."""
+    """Parameters with gradients, grouped by shape, in pieces of at most MUON_STACK elements."""
     by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
     for p in params:
         if p.grad is not None:
             by_shape[p.shape].append(p)
     stacks = []
     for shape, group in by_shape.items():
-        size = max(1, STACK_ELEMENTS // shape.numel())
+        size = max(1, MUON_STACK // shape.numel())
         stacks += [group[i : i + size] for i in range(0, len(group), size)]
     return stacks
 
