@@ -20,19 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic import rendezvous
+from torch.distributed.elastic.agent.server import api as elastic
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
@@ -67,12 +56,12 @@ def run_on_nodes(nodes: Nodes, nproc: int, arguments: Sequence[str], run: Path) 
     again = "run the same command on every node and it resumes from the last checkpoint"
     try:
         return _run_agent(_meet(nodes), nodes, nproc, arguments, run)
-    except RendezvousClosedError:
+    except rendezvous.RendezvousClosedError:
         raise MachineError(f"another node ended the job, and what it printed says why; {again}") from None
-    except RendezvousTimeoutError:
+    except rendezvous.RendezvousTimeoutError:
         few = f"fewer than {nodes.least} nodes came to {nodes.endpoint} within {TIMES_S['join_timeout']} s"
         raise MachineError(f"{few}: {again}") from None
-    except (RendezvousConnectionError, DistError):  # the second where ranks are given out
+    except (rendezvous.RendezvousConnectionError, DistError):  # the second where ranks are given out
         silent = f"nothing answers at {nodes.endpoint}, which the node of that name holds"
         raise MachineError(f"{silent}: check that it runs; {again}") from None
 
@@ -109,20 +98,22 @@ def own_address(host: str) -> str:
 def _meet(nodes: Nodes) -> DynamicRendezvousHandler:
     host, _, port = nodes.endpoint.rpartition(":")
     own = own_address(host)
-    meeting = RendezvousParameters("c10d", nodes.endpoint, nodes.job, nodes.least, nodes.most, own, **TIMES_S)
+    meeting = rendezvous.RendezvousParameters(
+        "c10d", nodes.endpoint, nodes.job, nodes.least, nodes.most, own, **TIMES_S
+    )
     backend, store = create_backend(meeting)
     count = str(nodes.least) if nodes.least == nodes.most else f"{nodes.least} to {nodes.most}"
     _say(f"waiting for {count} nodes at {host}:{getattr(store, 'port', port)}")
     return create_handler(store, backend, meeting)
 
 
-class Agent(SimpleElasticAgent):
+class Agent(elastic.SimpleElasticAgent):
     """Starts, watches and stops this node's processes; the meeting and the order of things are torch's."""
 
     def __init__(
         self, handler: DynamicRendezvousHandler, nproc: int, arguments: Sequence[str], run: Path
     ) -> None:
-        spec = WorkerSpec(
+        spec = elastic.WorkerSpec(
             role="redline",
             local_world_size=nproc,
             rdzv_handler=handler,
@@ -149,12 +140,12 @@ class Agent(SimpleElasticAgent):
     def _running(self) -> list[processes.Member]:
         return [member for member in self.members if member.process.poll() is None]
 
-    def _rendezvous(self, group: WorkerGroup) -> None:
+    def _rendezvous(self, group: elastic.WorkerGroup) -> None:
         # torch 2.13 would give the address of the first node of the first meeting, which may be the one that was lost
         group.spec.rdzv_handler._bootstrap_store_info = None  # type: ignore[attr-defined]
         super()._rendezvous(group)
 
-    def _start_workers(self, group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, group: elastic.WorkerGroup) -> dict[int, Any]:
         step = max(step_folders(self.run_folder / "checkpoints"), default=0)
         if step > self._saved:
             self._saved, self._remaining_restarts = step, RESTARTS
@@ -182,14 +173,14 @@ class Agent(SimpleElasticAgent):
                 member.process.terminate()
         return {local: member.process.pid for local, member in enumerate(self.members)}
 
-    def _monitor_workers(self, group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, group: elastic.WorkerGroup) -> elastic.RunResult:
         if self._running():
             if not any(member.process.returncode for member in self.members):
-                return RunResult(state=WorkerState.HEALTHY)
+                return elastic.RunResult(state=elastic.WorkerState.HEALTHY)
             self._wait()
         if not (failed := processes.failures(self.members)):
             values = {worker.global_rank: 0 for worker in group.workers}
-            return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+            return elastic.RunResult(state=elastic.WorkerState.SUCCEEDED, return_values=values)
         broken = [member for member in failed if member.process.returncode != processes.STOPPED_CODE]
         if self._stopping:
             # one that the signal killed could not save yet, and whatever failed with it had nothing to save either
@@ -198,7 +189,7 @@ class Agent(SimpleElasticAgent):
             raise Stopped
         if not broken:  # another node asked for it, and nothing is lost
             self._remaining_restarts += 1
-            return RunResult(state=WorkerState.FAILED)
+            return elastic.RunResult(state=elastic.WorkerState.FAILED)
         if broken[0].process.returncode < 0 and self.run_folder.is_dir():
             error = f"{broken[0].summary} on {socket.gethostname()}"
             RunFolder(self.run_folder).event("process_died", error=error)
@@ -208,7 +199,7 @@ class Agent(SimpleElasticAgent):
             self.code = broken[0].tell()
         else:
             _say(f"{broken[0].summary}; starting again from the last checkpoint with the nodes that are left")
-        return RunResult(state=WorkerState.FAILED)
+        return elastic.RunResult(state=elastic.WorkerState.FAILED)
 
     def _wait(self) -> None:
         """Until all have ended. Those that were asked to stop save a checkpoint; if one fails, the others are given up."""

@@ -27,18 +27,7 @@ from redline.errors import ConfigError, MachineError, Say, StorageError
 from redline.measure.process import Children
 from redline.measure.trial import Measurement, Pair, Timing, TrialFolder, trial_key
 from redline.measure.turns import Turns
-from redline.optimizations.catalogue import (
-    EntryEffect,
-    Optimization,
-    Samples,
-    StudyPart,
-    WorkloadName,
-    claims_for,
-    find,
-    span,
-    study,
-    value_words,
-)
+from redline.optimizations import catalogue
 from redline.plan.arithmetic import flops_per_token
 from redline.plan.plan import Hardware
 from redline.plan.predict import longest_row
@@ -67,7 +56,7 @@ class AblationRow:
 
     name: str
     stage: Stage
-    workload: WorkloadName
+    workload: catalogue.WorkloadName
     title: str
     claimed: tuple[float, float] | None
     """Low and high, speed with the change over speed without it."""
@@ -107,13 +96,13 @@ def ablate(
     minutes: float,
     progress: Say,
     timing: Timing | None = None,
-    samples: Samples | None = None,
+    samples: catalogue.Samples | None = None,
     machine: str = "",
     children: Children | None = None,
     judge: Judge | None = None,
 ) -> list[AblationRow]:
     """Run the study of the recipe `name`, or only the entries in `only`; this `machine` repeats no finished trial."""
-    parts = chosen(study(name, recipe.workload), only)
+    parts = chosen(catalogue.study(name, recipe.workload), only)
     rows: list[AblationRow] = []
     with TrialFolder(folder, machine) as trials:
         _check_list(folder / "ablation.json", parts)
@@ -135,16 +124,16 @@ def ablate(
     return rows
 
 
-def judged(recipe: Recipe, part: StudyPart) -> bool:
+def judged(recipe: Recipe, part: catalogue.StudyPart) -> bool:
     """Whether a part trains what the recipe trains: not samples alone, and not the random rows of a rehearsal."""
     return part.workload == ("train" if recipe.workload == "pretrain" else "finetune")
 
 
-def chosen(parts: Sequence[StudyPart], only: Sequence[str]) -> list[StudyPart]:
+def chosen(parts: Sequence[catalogue.StudyPart], only: Sequence[str]) -> list[catalogue.StudyPart]:
     """The parts with all their entries, or with those in `only`: first those listed, then other switches."""
     for name in only:
         if not any(_switches(part, name) for part in parts):
-            workloads, standing = " or ".join(part.workload for part in parts), find(name).standing
+            workloads, standing = " or ".join(part.workload for part in parts), catalogue.find(name).standing
             why = f"it is {standing}" if standing != "switch" else f"it switches nothing in {workloads}"
             raise ConfigError(
                 f"--only takes a switch of this recipe's study, got {name} ({why}): `redline optimizations` lists them"
@@ -155,14 +144,14 @@ def chosen(parts: Sequence[StudyPart], only: Sequence[str]) -> list[StudyPart]:
     for part in parts:
         listed = [name for name in part.names if name in only]
         added = [name for name in dict.fromkeys(only) if name not in part.names and _switches(part, name)]
-        switched = {value for name in added for value in find(name).off}
+        switched = {value for name in added for value in catalogue.find(name).off}
         start = {value: at for value, at in part.start.items() if value not in switched}
         if listed or added:
             narrowed.append(replace(part, names=(*listed, *added), start=start, quotes=()))
     return narrowed
 
 
-def _check_list(path: Path, parts: Sequence[StudyPart]) -> None:
+def _check_list(path: Path, parts: Sequence[catalogue.StudyPart]) -> None:
     """Refuse a folder with the rows of another list, which these would overwrite."""
     if not path.exists():
         return
@@ -178,8 +167,8 @@ def _check_list(path: Path, parts: Sequence[StudyPart]) -> None:
         )
 
 
-def _switches(part: StudyPart, name: str) -> bool:
-    entry = find(name)
+def _switches(part: catalogue.StudyPart, name: str) -> bool:
+    entry = catalogue.find(name)
     return name in part.names or (entry.standing == "switch" and part.workload in entry.workloads)
 
 
@@ -189,7 +178,7 @@ class _Waterfall:
     def __init__(
         self,
         name: str,
-        part: StudyPart,
+        part: catalogue.StudyPart,
         arms: Arms,
         recipe: Recipe,
         hardware: Hardware,
@@ -198,9 +187,9 @@ class _Waterfall:
     ) -> None:
         self.name, self.part, self.workload, self.judge = name, part, part.workload, judge
         self.arms, self.recipe, self.hardware, self.turns = arms, recipe, hardware, turns
-        self.entries = [find(name) for name in part.names]
+        self.entries = [catalogue.find(name) for name in part.names]
         start = {**naive(self.entries, hardware), **part.start}
-        self.start = ", ".join(f"{name} {value_words(value)}" for name, value in start.items())
+        self.start = ", ".join(f"{name} {catalogue.value_words(value)}" for name, value in start.items())
         self.state = self.first = arms.held(start)
         self.reference: Measurement | None = None
         """What numbers with other roundings are compared with: the first state that ran."""
@@ -208,9 +197,9 @@ class _Waterfall:
         """What a change must train as well as, and its tokens/s: the first state that ran, or with another training."""
         self.runs = self.naive_runs = False
         """Whether the present state, and the naive one, ever ran."""
-        self.kept: list[tuple[Optimization, Switches]] = []
+        self.kept: list[tuple[catalogue.Optimization, Switches]] = []
         """Entries that were kept, each with the values it replaced."""
-        self.refused: list[tuple[Optimization, Switches]] = []
+        self.refused: list[tuple[catalogue.Optimization, Switches]] = []
         """Entries that were slower or not possible, each with the state it was tried on."""
 
     def apply(self) -> Iterator[AblationRow]:
@@ -250,7 +239,7 @@ class _Waterfall:
         self.sound = self.state, measured.tokens_per_s
         return _with_speed(row, measured)
 
-    def _one(self, entry: Optimization, stage: Stage) -> AblationRow:
+    def _one(self, entry: catalogue.Optimization, stage: Stage) -> AblationRow:
         """Apply an entry to the state, and keep it if it pays."""
         row = self._row(entry, stage)
         if entry.standing != "switch":
@@ -290,12 +279,12 @@ class _Waterfall:
             self.reference, self.sound = pair.after, (candidate, pair.after.tokens_per_s)
         return replace(row, kept=True)
 
-    def _on(self, entry: Optimization) -> Switches:
+    def _on(self, entry: catalogue.Optimization) -> Switches:
         if entry.change is None:
             return dict(entry.on)
         return {CHANGES: (*self.state.get(CHANGES, ()), entry.name)}
 
-    def _quality(self, judge: Judge, entry: Optimization, candidate: Switches) -> Quality | None:
+    def _quality(self, judge: Judge, entry: catalogue.Optimization, candidate: Switches) -> Quality | None:
         """What the state before and the candidate train to; None if no plan value differs, as with padding."""
         if self.sound is None:
             return None
@@ -311,7 +300,7 @@ class _Waterfall:
             return Quality(figure="loss", verdict="cannot tell", note=str(error))
         return None
 
-    def _without(self, entry: Optimization, before: Switches) -> AblationRow:
+    def _without(self, entry: catalogue.Optimization, before: Switches) -> AblationRow:
         """The best state against the same without one entry."""
         row = self._row(entry, "leave one out")
         if any(self.state[name] != value for name, value in entry.on.items()):
@@ -338,25 +327,25 @@ class _Waterfall:
         overall = [quote for quote in self.part.quotes if quote.of == "all"]
         row = AblationRow(
             name="all kept", stage="all", workload=self.workload,
-            title=", ".join(entry.name for entry, _ in self.kept), claimed=span(overall),
+            title=", ".join(entry.name for entry, _ in self.kept), claimed=catalogue.span(overall),
             source="; ".join(quote.words for quote in overall),
         )  # fmt: skip
         trials = self.arms.trial(self.first), self.arms.trial(self.state)
         pair = self.turns.pair(f"{self.workload} all", *trials)
         if pair is None:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
-        effect: EntryEffect = "changes-training" if self.state.get(CHANGES) else "rounding"
+        effect: catalogue.EntryEffect = "changes-training" if self.state.get(CHANGES) else "rounding"
         numerics = self._numerics(effect, self.state, pair)[1]
         return replace(_compared_row(row, pair, runs=self.naive_runs), numerics=numerics)
 
-    def _row(self, entry: Optimization, stage: Stage) -> AblationRow:
-        claims = claims_for(entry, self.name)
+    def _row(self, entry: catalogue.Optimization, stage: Stage) -> AblationRow:
+        claims = catalogue.claims_for(entry, self.name)
         return AblationRow(
-            name=entry.name, stage=stage, workload=self.workload, title=entry.title, claimed=span(claims),
+            name=entry.name, stage=stage, workload=self.workload, title=entry.title, claimed=catalogue.span(claims),
             source="; ".join(claim.source for claim in claims),
         )  # fmt: skip
 
-    def _numerics(self, effect: EntryEffect, state: Switches, pair: Pair) -> tuple[bool, str]:
+    def _numerics(self, effect: catalogue.EntryEffect, state: Switches, pair: Pair) -> tuple[bool, str]:
         """Whether the training is the same: `exact` against the state before, `rounding` against the naive one."""
         if effect == "changes-training":
             return False, "another training: its tokens/s do not compare"
