@@ -31,15 +31,7 @@ from redline.plan.hardware import hardware_as
 from redline.plan.plan import Hardware
 from redline.plan.planner import make_plan
 
-SMALL = ModelConfig(
-    vocab_size=100,
-    num_layers=2,
-    hidden_size=8,
-    num_heads=2,
-    ffn_size=16,
-    context_length=32,
-    tie_embeddings=True,
-)
+SMALL = ModelConfig(vocab_size=100, num_layers=2, hidden_size=8, num_heads=2, ffn_size=16, context_length=32)
 H100 = hardware_as("h100-80g", cores=8)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -61,14 +53,8 @@ def test_a_specification_that_cannot_be_read_is_refused(text: str) -> None:
 
 def test_links_are_those_of_the_systems_that_the_boards_come_in() -> None:
     """NVLink adds up both directions: 600 GB/s for an A100, 900 for an H100."""
-    assert (find_spec("a100-80g").link_bytes_per_s, find_spec("a100-80g").network_bytes_per_s) == (
-        300e9,
-        25e9,
-    )
-    assert (find_spec("h100-80g").link_bytes_per_s, find_spec("h100-80g").network_bytes_per_s) == (
-        450e9,
-        50e9,
-    )
+    boards = [find_spec(name) for name in ("a100-80g", "h100-80g")]
+    assert [(b.link_bytes_per_s, b.network_bytes_per_s) for b in boards] == [(300e9, 25e9), (450e9, 50e9)]
 
 
 def test_bytes_of_each_layout_are_counted() -> None:
@@ -150,10 +136,8 @@ def test_what_runs_nowhere_is_said() -> None:
 
 def test_a_step_of_rl_takes_the_time_that_was_recorded() -> None:
     """On an H200 (benchmarks/rl): the answers there are of at most this length. Within a quarter, part by part."""
-    figures = json.loads((BENCHMARKS / "train_nvidia-h200_20261115.json").read_text())["results"][0]["plan"][
-        "hardware"
-    ]
-    hardware = build(Hardware, figures, where="hardware")
+    recorded = json.loads((BENCHMARKS / "train_nvidia-h200_20261115.json").read_text())
+    hardware = build(Hardware, recorded["results"][0]["plan"]["hardware"], where="hardware")
     base = load_recipe("rl/guru-8gpu", ["plan.compile=off"])  # as recorded
     assert base.rl is not None
     rl = replace(base.rl, group_size=8, max_prompt_tokens=96, max_new_tokens=256)
@@ -231,11 +215,11 @@ def test_plan_gives_the_rows_as_json(capsys: pytest.CaptureFixture[str]) -> None
     assert [row["gpus"] for row in found["capacity"]] == [1, 8]
 
 
-def test_the_number_of_gpus_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "gpt-1.3b", "--as", "8xh100-80g", "--nproc", "4"]) == 2
-    assert "got --nproc 4" in capsys.readouterr().err
-
-
-def test_a_price_must_be_a_number_above_zero(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "gpt-1.3b", "--as", "8xh100-80g", "--price", "0"]) == 2
-    assert "--price" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "said"), [("--nproc 4", "got --nproc 4"), ("--price 0", "--price must be")]
+)
+def test_the_number_of_gpus_is_given_once_and_a_price_is_above_zero(
+    option: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "gpt-1.3b", "--as", "8xh100-80g", *option.split()]) == 2
+    assert said in capsys.readouterr().err

@@ -222,16 +222,8 @@ def test_another_training_is_worse_only_if_its_losses_are(
 def test_a_recipe_that_ends_by_the_clock_is_compared_over_the_same_updates(tmp_path: Path) -> None:
     """Of 100 s at 2 updates/s it warms up for 40 of 200 updates, whatever its 5,000 steps say: in 30 s, 12 of 60; its batch
     and its momentum likewise. Against another training it keeps a clock, of 30 s."""
-    recipe = load_recipe(
-        "nano",
-        [
-            "train.steps=5000",
-            "train.warmup_steps=40",
-            "train.batch_ramp_steps=20",
-            "train.muon_warmup_steps=50",
-            f"train.max_hours={100 / 3600!r}",
-        ],
-    )
+    ramps = ["train.warmup_steps=40", "train.batch_ramp_steps=20", "train.muon_warmup_steps=50"]
+    recipe = load_recipe("nano", ["train.steps=5000", *ramps, f"train.max_hours={100 / 3600!r}"])
     seen = list[Any]()
 
     def train(recipe: Path, run: Path, plan: Path | None) -> str:

@@ -66,8 +66,6 @@ MODEL                a run folder, a checkpoint, a Hugging Face folder, a .gguf 
     "JSON": "--json   print JSON for programs instead of text for people",
 }
 """What several commands take."""
-
-
 WIDTH = 80
 wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 

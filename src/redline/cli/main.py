@@ -108,8 +108,6 @@ SPIN_COUNT = "3000"
 """How long libgomp's threads spin before they sleep. Its default makes two programs on the same cores wait
 for each other's spinning: nano on two cores fell from 12.4k tokens/s to 3.0k each; with this, 12.4k and 5.8k
 (LOG.md). Read when torch is first imported."""
-
-
 LONGEST_MESSAGE = 2000
 
 

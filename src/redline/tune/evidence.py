@@ -32,8 +32,6 @@ DTYPES = {
 }
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
 """Of layers. Explicit attention multiplies batches (`bmm`), always in fp32."""
-
-
 READ = "aten::_local_scalar_dense"
 """A number that the host reads out of a tensor."""
 EMBEDDING = "aten::embedding"
