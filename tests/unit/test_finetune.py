@@ -166,6 +166,14 @@ def test_losses_are_those_of_padded_batches_in_plain_pytorch(method: str, schedu
         assert_close(model.get_parameter(name), p, what=name)
 
 
+def test_muon_takes_adapters_which_leave_adamw_nothing() -> None:
+    seen, model = Seen(), model_of("lora")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    finetune(model, examples(), settings(optimizer="muon", muon_normalize=True), observers=[seen])
+    assert seen.lines[-1]["loss"] < seen.lines[0]["loss"] - 0.1
+    assert {n for n, p in model.named_parameters() if not torch.equal(p, before[n])} == adapters(model).keys()
+
+
 def test_the_record_has_a_whole_line_for_every_update(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run") as folder:
         finetune(model_of("lora"), examples(), SETTINGS, folder=folder)

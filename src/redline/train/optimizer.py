@@ -215,6 +215,21 @@ def make_optimizers(
         *({"params": own[name], "weight_decay": train.weight_decay, "lr": rates[name]} for name in own),
     ]
     groups = [group for group in groups if group["params"]]
+    optimizers: list[torch.optim.Optimizer] = []
+    if groups:  # adapters under Muon leave none: all of them are matrices inside the blocks
+        optimizers.append(_adamw(groups, train, kernels, captured))
+    if hidden:
+        parts = [{"params": params, "rows": rows} for rows, params in hidden.items()]
+        how: dict[str, Any] = {"iteration": train.muon_iteration, "normalize": train.muon_normalize}
+        optimizers.append(Muon(parts, lr=train.muon_lr, weight_decay=train.weight_decay, **how))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def _adamw(groups: list[dict[str, Any]], train: TrainConfig, kernels: UpdateKernels, captured: bool) -> AdamW:
+    """With its state."""
     chosen: dict[str, Any] = {"fused": kernels == "fused", "foreach": kernels == "foreach"}
     adamw = AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, **chosen)
     for group in groups:
@@ -225,15 +240,7 @@ def make_optimizers(
         steps = torch.zeros(len(params), dtype=torch.float32, device=device).unbind()
         for p, *slots in zip(params, steps, zeros_like(params), zeros_like(params), strict=True):
             adamw.state[p] = dict(zip(("step", "exp_avg", "exp_avg_sq"), slots, strict=True))
-    optimizers: list[torch.optim.Optimizer] = [adamw]
-    if hidden:
-        parts = [{"params": params, "rows": rows} for rows, params in hidden.items()]
-        how: dict[str, Any] = {"iteration": train.muon_iteration, "normalize": train.muon_normalize}
-        optimizers.append(Muon(parts, lr=train.muon_lr, weight_decay=train.weight_decay, **how))
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]
-    return optimizers
+    return adamw
 
 
 def warm_momentum(optimizers: Sequence[torch.optim.Optimizer], train: TrainConfig, step: int) -> None:
