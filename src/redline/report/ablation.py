@@ -3,7 +3,6 @@ blank. No torch, no HTML."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from redline.config.load import build
@@ -17,6 +16,8 @@ _STAGES = dict.fromkeys(
     ("baseline", "one by one", "second try"), "one by one, each on top of those kept before it"
 ) | {"leave one out": "left out of the best, one at a time", "all": "all kept together"}
 _WORKLOADS = {"train": "pre-training", "generate": "generation", "finetune": "fine-tuning"}
+Place = Callable[[float], float]
+"""The place of a factor."""
 
 
 class Tick(NamedTuple):
@@ -25,9 +26,9 @@ class Tick(NamedTuple):
 
 
 class Row:
-    """A line of ablation.json as it is shown. `place` gives the place of a factor."""
+    """A line of ablation.json as it is shown."""
 
-    def __init__(self, row: Line, place: Callable[[float], float]) -> None:
+    def __init__(self, row: Line, place: Place) -> None:
         def text(name: str) -> str:
             return str(row.get(name) or "")
 
@@ -67,17 +68,15 @@ class Row:
         return [*filter(None, (claim, interval, self.speed, self.memory, quality, numerics))]
 
 
-@dataclass(frozen=True)
 class Ablation:
     """One chart. Places are percentages of its width on a logarithmic scale."""
 
-    title: str
-    rows: list[Row]
-    not_applicable: list[tuple[str, str]]
-    """Name and reason."""
-    one: float
-    """The place of a factor of 1."""
-    ticks: list[Tick]
+    def __init__(self, title: str, rows: list[Line], place: Place, ticks: list[Tick]) -> None:
+        out = [row for row in rows if row.get("outcome") == "not applicable"]
+        self.title, self.ticks, self.one = title, ticks, place(1.0)
+        self.rows = [Row(row, place) for row in rows if row not in out]
+        self.not_applicable = [(str(row.get("name", "")), str(row.get("note") or "")) for row in out]
+        """What could not be tried here, and why."""
 
 
 def ablation(rows: list[Line]) -> list[Ablation]:
@@ -97,15 +96,7 @@ def ablation(rows: list[Line]) -> list[Ablation]:
         parts = _WORKLOADS.get(row.get("workload", "")), _STAGES.get(row.get("stage", ""))
         groups.setdefault(", ".join(filter(None, parts)), []).append(row)
     ticks = _apart([Tick(place(f), f"{f:g}×") for f in TICKS if low <= f <= high])
-    return [_chart(title, group, place, ticks) for title, group in groups.items()]
-
-
-def _chart(title: str, rows: list[Line], place: Callable[[float], float], ticks: list[Tick]) -> Ablation:
-    """A chart; what could not be tried here is listed below it with the reason."""
-    out = [row for row in rows if row.get("outcome") == "not applicable"]
-    left_out = [(str(row.get("name", "")), str(row.get("note") or "")) for row in out]
-    shown = [Row(row, place) for row in rows if row not in out]
-    return Ablation(title, shown, left_out, place(1.0), ticks)
+    return [Ablation(title, group, place, ticks) for title, group in groups.items()]
 
 
 def _apart(ticks: list[Tick]) -> list[Tick]:

@@ -68,19 +68,16 @@ def _level(runs: list[Run]) -> tuple[Level, str]:
     if _tested_alike(runs):
         return "accuracy only", "the runs are tested in the same way but train on different samples"
     same_work = len(works) == 1 and None not in works and not elsewhere
+    same = "the work of an update is the same, on the same hardware"
     if _validated_alike(runs):
         across = (
             "the recipes differ, but data, tokenizer and validation set are the same: this compares the validation losses"
             " of different recipes, at equal time or tokens"
         )
-        if same_work:
-            return "yes", f"{across}; the work of an update is the same, on the same hardware"
-        return (
-            "loss only",
-            f"{across}; an update is other work, so tokens/s say nothing (time to a loss does)",
-        )
+        other = "an update is other work, so tokens/s say nothing (time to a loss does)"
+        return ("yes", f"{across}; {same}") if same_work else ("loss only", f"{across}; {other}")
     if same_work:
-        return "speed only", "the work of an update is the same, on the same hardware; the trainings differ"
+        return "speed only", f"{same}; the trainings differ"
     return "no", "the runs compute different things: neither speeds nor losses say which is better"
 
 

@@ -33,11 +33,6 @@ from redline.report.view import RunView, side_by_side, when
 
 ASSETS = Path(str(resources.files("redline"))) / "report" / "assets"
 UPLOT = "uPlot-1.6.32.min"
-LANGUAGE_GUARD = (
-    "try{new"
-    ' Intl.NumberFormat(navigator.language)}catch(e){Object.defineProperty(navigator,"language",{value:"en"})}\n'
-)
-"""Under LANG=C Chromium reports the language en-US@posix, which makes uPlot throw."""
 
 
 def write_page(runs: list[RunView], out: Path) -> None:
@@ -59,7 +54,7 @@ def assembled(
     live: dict[str, int] | None = None,
 ) -> str:
     """A page with these parts, the curves of some runs, and the details of those that are our own."""
-    script = LANGUAGE_GUARD + _asset(f"{UPLOT}.js") + _asset("charts.js")
+    script = _asset("language.js") + _asset(f"{UPLOT}.js") + _asset("charts.js")
     connect = "connect-src 'self'; " if live is not None else ""
     policy = (
         f"default-src 'none'; {connect}img-src data:; style-src 'unsafe-inline'; script-src {_hash(script)}; "
@@ -99,7 +94,10 @@ def _curves(shown: RunView) -> dict[str, Any]:
 
 
 def _chart(name: str) -> dict[str, Any]:
-    chart, metric = CHARTS.get(name, Chart(name, "plain")), METRICS.get(name, Metric("1", name))
+    chart, metric = (
+        CHARTS.get(name, Chart(name, "plain", from_zero=False)),
+        METRICS.get(name, Metric("1", name)),
+    )
     unit = "" if metric.unit == "1" else metric.unit
     meaning = f"{metric.meaning} ({metric.unit})" if unit else metric.meaning
     short = chart.title.lower() if name in METRICS and not chart.title.isupper() else chart.title

@@ -32,36 +32,36 @@ class Chart:
     main: bool = False
     smooth: bool = False
     validation: bool = False
-    from_zero: bool = False
+    from_zero: bool = True
 
 
 CHARTS = {
-    "reward": Chart("Reward", "plain", first=True, main=True, smooth=True),
-    "loss": Chart("Loss", "plain", first=True, main=True, smooth=True, validation=True),
-    "tokens_per_s": Chart("Speed", "count", main=True, from_zero=True),
-    "rows_per_s": Chart("Rows", "count", main=True, from_zero=True),
-    "memory_bytes": Chart("Memory", "bytes", main=True, from_zero=True),
-    "dfa_cosine": Chart("Cosine with back-propagation", "plain", from_zero=True),
-    "dfa_error": Chart("Distance from back-propagation", "plain", from_zero=True),
-    "attention_similarity": Chart("Kernel attention against exact", "plain", from_zero=True),
-    "orthogonality_violation": Chart("Distance from orthogonality", "plain", from_zero=True),
-    "mfu": Chart("MFU", "share", from_zero=True),
-    "ceiling_share": Chart("Share of the matmul ceiling", "share", from_zero=True),
-    "step_s": Chart("Time of an update", "duration", from_zero=True),
-    "data_wait_s": Chart("Data wait", "duration", from_zero=True),
-    "padding_share": Chart("Padding", "share", from_zero=True),
-    "accuracy": Chart("Correct sampled answers", "share", main=True, from_zero=True, smooth=True),
-    "response_tokens": Chart("Tokens of an answer", "plain", main=True, from_zero=True),
-    "cut_share": Chart("Answers cut off", "share", from_zero=True),
-    "entropy": Chart("Entropy", "plain", from_zero=True),
-    "kl": Chart("KL from the model at the start", "plain", from_zero=True),
-    "clip_share": Chart("Tokens clipped", "share", from_zero=True),
-    "logprob_gap": Chart("Engine against trainer", "plain", from_zero=True),
-    "lr": Chart("Learning rate", "plain", from_zero=True),
-    "grad_norm": Chart("Gradient norm before clipping", "plain", from_zero=True),
-    "power_w": Chart("Power", "count", from_zero=True),
-    "sm_clock_mhz": Chart("Clock", "count", from_zero=True),
-    "temperature_c": Chart("Temperature", "plain"),
+    "reward": Chart("Reward", "plain", first=True, main=True, smooth=True, from_zero=False),
+    "loss": Chart("Loss", "plain", first=True, main=True, smooth=True, validation=True, from_zero=False),
+    "tokens_per_s": Chart("Speed", "count", main=True),
+    "rows_per_s": Chart("Rows", "count", main=True),
+    "memory_bytes": Chart("Memory", "bytes", main=True),
+    "dfa_cosine": Chart("Cosine with back-propagation", "plain"),
+    "dfa_error": Chart("Distance from back-propagation", "plain"),
+    "attention_similarity": Chart("Kernel attention against exact", "plain"),
+    "orthogonality_violation": Chart("Distance from orthogonality", "plain"),
+    "mfu": Chart("MFU", "share"),
+    "ceiling_share": Chart("Share of the matmul ceiling", "share"),
+    "step_s": Chart("Time of an update", "duration"),
+    "data_wait_s": Chart("Data wait", "duration"),
+    "padding_share": Chart("Padding", "share"),
+    "accuracy": Chart("Correct sampled answers", "share", main=True, smooth=True),
+    "response_tokens": Chart("Tokens of an answer", "plain", main=True),
+    "cut_share": Chart("Answers cut off", "share"),
+    "entropy": Chart("Entropy", "plain"),
+    "kl": Chart("KL from the model at the start", "plain"),
+    "clip_share": Chart("Tokens clipped", "share"),
+    "logprob_gap": Chart("Engine against trainer", "plain"),
+    "lr": Chart("Learning rate", "plain"),
+    "grad_norm": Chart("Gradient norm before clipping", "plain"),
+    "power_w": Chart("Power", "count"),
+    "sm_clock_mhz": Chart("Clock", "count"),
+    "temperature_c": Chart("Temperature", "plain", from_zero=False),
 }
 
 
