@@ -4,6 +4,7 @@ update goes, advice."""
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,22 @@ from redline.diagnose.trainers import named
 from redline.errors import DataError
 
 
-def of(times_s: list[float], **values: float) -> Observed:
-    steps = tuple(Step(step=i, step_s=step_s, **values) for i, step_s in enumerate(times_s, start=1))  # type: ignore[arg-type]
-    return Observed(source="", format="jsonl", steps=steps)
+def log_of(
+    times_s: list[float],
+    trainer: str = "",
+    facts: Facts | None = None,
+    text: str = "",
+    values: dict[str, float] | None = None,
+    **more: float,
+) -> Observed:
+    timed = enumerate(times_s, start=1)
+    steps = tuple(Step(step=i, step_s=s, more=more, **values or {}) for i, s in timed)  # type: ignore[arg-type]
+    about = {"source": "", "format": "console", "updates": len(steps), "text": text}
+    return Observed(**about, trainer=named(trainer), steps=steps, facts=facts or Facts())  # type: ignore[arg-type]
+
+
+def found(observed: Observed) -> dict[str, Finding]:
+    return {finding.cause: finding for finding in diagnose(observed)}
 
 
 # ---- slow updates at no fixed interval ----
@@ -30,7 +44,7 @@ def test_slow_updates_without_a_period_are_told_with_what_they_cost() -> None:
     """80 of 1,000 take five times as long: 0.32 of 1.32 of the time."""
     draw = random.Random(5)
     late = set(draw.sample(range(10, 1000), 80))
-    (found,) = diagnose(of([1.25 if i in late else 0.25 for i in range(1000)]))
+    (found,) = diagnose(log_of([1.25 if i in late else 0.25 for i in range(1000)]))
     assert found.cause == "slow-updates"
     assert found.title.startswith("80 slow updates at irregular intervals cost 24%")
     assert found.gain is not None
@@ -43,36 +57,31 @@ def test_updates_that_all_differ_are_not_called_slow(spread: float) -> None:
     """A busy machine: no two updates alike. Of 100 such runs none is told."""
     for seed in range(100):
         draw = random.Random(seed)
-        assert diagnose(of([0.25 * draw.lognormvariate(0, spread) for _ in range(300)])) == []
+        assert diagnose(log_of([0.25 * draw.lognormvariate(0, spread) for _ in range(300)])) == []
 
 
 def test_two_slow_updates_are_chance() -> None:
-    assert diagnose(of([1.5 if i in (20, 33) else 0.25 for i in range(60)])) == []
+    assert diagnose(log_of([1.5 if i in (20, 33) else 0.25 for i in range(60)])) == []
 
 
 def test_a_stall_is_not_told_twice() -> None:
-    assert [f.cause for f in diagnose(of([1.25 if i % 20 == 7 else 0.25 for i in range(400)]))] == ["stall"]
+    assert [f.cause for f in diagnose(log_of([1.25 if i % 20 == 7 else 0.25 for i in range(400)]))] == [
+        "stall"
+    ]
 
 
 def test_slow_updates_stand_behind_every_named_cause() -> None:
     def finding(cause: str, gain: float | None, confidence: float) -> Finding:
+        about: dict[str, Any] = {"kind": "cause", "title": "", "evidence": (Evidence("", 1, ""),), "fix": ""}
         gains = Gain(1.0, gain, "") if gain else None
-        return Finding(
-            cause=cause,
-            kind="cause",
-            title="",
-            evidence=(Evidence("", 1, ""),),
-            fix="",
-            gain=gains,
-            confidence=confidence,
-        )
+        return Finding(cause=cause, gain=gains, confidence=confidence, **about)
 
-    given = [
-        finding("nanogpt-mfu", None, 0.9),
-        finding("slow-updates", 3.0, 0.3),
-        finding("slow-loader", 1.06, 0.3),
+    given = [("nanogpt-mfu", None, 0.9), ("slow-updates", 3.0, 0.3), ("slow-loader", 1.06, 0.3)]
+    assert [f.cause for f in ordered(finding(*each) for each in given)] == [
+        "slow-loader",
+        "slow-updates",
+        "nanogpt-mfu",
     ]
-    assert [f.cause for f in ordered(given)] == ["slow-loader", "slow-updates", "nanogpt-mfu"]
 
 
 # ---- where the time goes ----
@@ -143,7 +152,7 @@ SHARES = {"slow-reward", "uncached-generation", "long-tail", "communication", "s
 @pytest.mark.parametrize(("updates", "told"), [(2, False), (7, False), (8, True), (30, True)])
 def test_two_updates_are_too_few_for_any_share(updates: int, told: bool) -> None:
     observed = few(updates)
-    causes = {f.cause for f in diagnose(observed)}
+    causes = found(observed).keys()
     assert causes & SHARES == (SHARES if told else set())
     assert (too_little(observed) is None) == told
 
@@ -228,30 +237,6 @@ def test_a_folder_of_rounds_names_them(tmp_path: Path) -> None:
 # ---- what an expert would say of a foreign log ----
 
 
-def log_of(
-    times_s: list[float],
-    trainer: str = "",
-    facts: Facts | None = None,
-    text: str = "",
-    values: dict[str, float] | None = None,
-    **more: float,
-) -> Observed:
-    steps = tuple(
-        Step(step=i, step_s=s, more=more, **values or {})  # type: ignore[arg-type]
-        for i, s in enumerate(times_s, start=1)
-    )
-    known = facts or Facts()
-    return Observed(
-        source="",
-        format="console",
-        trainer=named(trainer),
-        steps=steps,
-        updates=len(steps),
-        facts=known,
-        text=text,
-    )
-
-
 def first(observed: Observed) -> Finding:
     return diagnose(observed)[0]
 
@@ -276,7 +261,7 @@ def test_longer_texts_and_a_slow_drift_are_no_second_speed() -> None:
     lengths = [40_000.0 if i < 300 else 17_000.0 for i in range(600)]
     steps = tuple(Step(step=i, step_s=tokens / 10_000, tokens=tokens) for i, tokens in enumerate(lengths))
     assert diagnose(Observed(source="", format="csv", steps=steps)) == []
-    assert "regime-change" not in {f.cause for f in diagnose(log_of([2.0 - i / 600 for i in range(600)]))}
+    assert "regime-change" not in found(log_of([2.0 - i / 600 for i in range(600)]))
 
 
 def test_updates_that_take_longer_and_longer_are_told() -> None:
@@ -285,7 +270,7 @@ def test_updates_that_take_longer_and_longer_are_told() -> None:
     times = [(1.0 + i / 100) * draw.uniform(0.98, 1.02) for i in range(100)]
     assert first(log_of(times)).title.startswith("Updates take longer and longer: at the end 1.7 times")
     assert diagnose(log_of(times, "modded-nanogpt")) == [], "its attention window grows by plan"
-    assert "regime-change" not in {finding.cause for finding in diagnose(log_of(times[::-1]))}
+    assert "regime-change" not in found(log_of(times[::-1]))
 
 
 def test_updates_that_take_turns_wait_for_their_loader() -> None:
@@ -296,13 +281,13 @@ def test_updates_that_take_turns_wait_for_their_loader() -> None:
     assert finding.cause == "slow-loader"
     assert "workers=8" in finding.fix
     draw.shuffle(times)
-    assert "slow-loader" not in {f.cause for f in diagnose(log_of(times))}
+    assert "slow-loader" not in found(log_of(times))
 
 
 def test_generation_that_mostly_does_not_generate() -> None:
     parts = {"timing s gen": 27.0, "timing s generate sequences": 0.86, "timing s update actor": 4.0}
     facts = Facts(rollout="vllm", batch_size=2, response_length=18.0, longest_response=19.0, offload="on")
-    findings = {f.cause: f for f in diagnose(log_of([33.0] * 20, "verl", facts, **parts))}
+    findings = found(log_of([33.0] * 20, "verl", facts, **parts))
     nested = findings["nested-phases"]
     assert "97% of it is not generating" in nested.title
     assert shown(nested)["the rest"] == pytest.approx(26.14)
@@ -318,21 +303,21 @@ def test_offload_is_told_where_the_gpu_has_room_and_not_where_it_has_none() -> N
     free, full = (
         log_of([5.0] * 20, "ms-swift", facts, values={"memory_bytes": used}) for used in (20e9, 70e9)
     )
-    assert "while 75% of the GPU's memory is free" in {f.cause: f for f in diagnose(free)}["offload"].title
-    assert "offload" not in {f.cause for f in diagnose(full)}
+    assert "while 75% of the GPU's memory is free" in found(free)["offload"].title
+    assert "offload" not in found(full)
 
 
 def test_real_tokens_far_below_the_positions_are_padding() -> None:
     """44k tokens in 256 rows of 4,096: the GPU computes 1.05M positions, unless rows are packed."""
     facts = Facts(batch_size=256, seq_len=4096, offload="on")
     padded = log_of([86.0] * 20, "ms-swift", facts, values={"tokens": 44_000.0})
-    finding = {f.cause: f for f in diagnose(padded)}["padding"]
+    finding = found(padded)["padding"]
     assert shown(finding)["padding"] == pytest.approx(1 - 44_000 / (256 * 4096))
     assert "--packing true" in finding.fix
     packed = log_of(
         [86.0] * 20, "ms-swift", Facts(batch_size=256, seq_len=4096, packing="on"), values={"tokens": 44e3}
     )
-    assert "padding" not in {f.cause for f in diagnose(packed)}
+    assert "padding" not in found(packed)
 
 
 @pytest.mark.parametrize(
@@ -355,9 +340,7 @@ def test_recomputation_is_turned_off_only_where_the_memory_suffices(
 
 def test_a_batch_of_very_few_tokens() -> None:
     facts = Facts(batch_size=2, gpus=1, parameters=7e9)
-    finding = {f.cause: f for f in diagnose(log_of([32.0] * 20, "verl", facts, values={"tokens": 1811.0}))}[
-        "tiny-batch"
-    ]
+    finding = found(log_of([32.0] * 20, "verl", facts, values={"tokens": 1811.0}))["tiny-batch"]
     assert "1,811 tokens an update" in finding.title
     assert "data.train_batch_size" in finding.fix
 
@@ -387,7 +370,7 @@ def test_generation_of_an_engine_ends_with_its_longest_response() -> None:
             rollout=rollout, response_length=820.0, longest_response=longest, prompt_length=120.0, gpus=8
         )
         parts = {"timing s gen": gen_s, "timing s update actor": 50.0}
-        return {f.cause for f in diagnose(log_of([180.0] * 20, "verl", facts, **parts))}
+        return set(found(log_of([180.0] * 20, "verl", facts, **parts)))
 
     assert causes(None, 100.0, 8192.0) == {"long-tail"}
     assert "uncached-generation" in causes(None, 160.0, 1000.0)
@@ -400,10 +383,8 @@ def test_padding_that_verl_removes_is_not_told() -> None:
         facts = Facts(
             remove_padding=removed, prompt_length=104, response_length=130, prompt_room=512, response_room=256
         )
-        found = diagnose(
-            log_of([10.5] * 20, "verl", facts, **{"timing s update actor": 5.0, "timing s gen": 1.0})
-        )
-        return "padding" in {f.cause for f in found}
+        parts = {"timing s update actor": 5.0, "timing s gen": 1.0}
+        return "padding" in found(log_of([10.5] * 20, "verl", facts, **parts))
 
     assert [told(removed) for removed in ("false", None, "true")] == [True, True, False]
 
