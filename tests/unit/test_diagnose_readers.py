@@ -5,7 +5,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -29,6 +29,10 @@ def found(observed: Observed) -> dict[str, Finding]:
 def text_file(folder: Path, text: str, name: str = "log") -> Path:
     (folder / name).write_text(text)
     return folder / name
+
+
+def console(folder: Path, lines: Iterable[str], name: str = "log") -> Observed:
+    return read(text_file(folder, "\n".join(lines) + "\n", name))
 
 
 def jsonl(folder: Path, rows: list[dict[str, object]]) -> Observed:
@@ -264,7 +268,7 @@ def test_verl_names_its_pauses(tmp_path: Path, name: str, cause: str, form: str)
         lines.append(
             json.dumps({"step": step, "data": data}) if form == "jsonl" else f"step:{step} - {shown}"
         )
-    observed = read(text_file(tmp_path, "\n".join(lines) + "\n"))
+    observed = console(tmp_path, lines)
     findings = found(observed)
     assert not {"stall", "slow-updates"} & findings.keys()
     assert "trainer." in findings[cause].fix
@@ -278,7 +282,7 @@ def test_a_clock_that_a_logger_reads_late_still_shows_the_evaluations(tmp_path: 
     for step in range(1, 61):
         clock_s += 30.0 + (190.0 if step % 5 == 4 else 0.0)
         rows.append(f"{step},{clock_s},0.2,{0.17 if step % 5 == 0 else ''}")
-    observed = read(text_file(tmp_path, "\n".join(rows) + "\n", "history.csv"))
+    observed = console(tmp_path, rows, "history.csv")
     findings = found(observed)
     assert "stall" not in findings
     assert findings["validation-pause"].evidence[1].value == pytest.approx(190, rel=0.02)
@@ -603,14 +607,14 @@ def test_a_printed_mfu_is_judged(tmp_path: Path) -> None:
 def test_a_batch_from_a_rate_is_the_round_number_near_it(tmp_path: Path, rate: float, batch: float) -> None:
     """Updates of 1.5 s: 125.25 rows are 128, 12.01 are 12, 99.0 are 99, and 10.35 are 10."""
     lines = [f"step {n} | loss: 2.1 | dt: 1500.0ms | samples/s: {rate}" for n in range(1, 20)]
-    assert read(text_file(tmp_path, "\n".join(lines) + "\n")).facts.batch_size == batch
+    assert console(tmp_path, lines).facts.batch_size == batch
 
 
 @pytest.mark.parametrize(("mfu", "low"), [("16.60", True), ("28.90", False)])
 def test_an_mfu_against_an_a100s_peak_on_an_unknown_gpu(tmp_path: Path, mfu: str, low: bool) -> None:
     """nanoGPT's 28.9 % are 90 TFLOP/s: little for an A100, and more than half of what a 4090 has."""
     lines = [f"iter {10 * i}: loss 4.0000, time 4620.50ms, mfu {mfu}%" for i in range(1, 30)]
-    observed = read(text_file(tmp_path, "\n".join(lines) + "\n"))
+    observed = console(tmp_path, lines)
     assert ("low-mfu" in found(observed)) == low
 
 
@@ -712,7 +716,7 @@ def test_half_a_last_line_and_a_broken_one_are_left_out_and_counted(tmp_path: Pa
     assert len(read(text_file(tmp_path, whole[:-200], "live.jsonl")).steps) == 19
     lines = whole.splitlines()
     lines[3] = "not json"
-    observed = read(text_file(tmp_path, "\n".join(lines) + "\n", "broken.jsonl"))
+    observed = console(tmp_path, lines, "broken.jsonl")
     assert len(observed.steps) == 19
     assert "lines that are not JSON and are left out: 1, the first is line 4" in observed.notes
 
@@ -798,7 +802,7 @@ def test_the_running_log_of_hugging_face_has_stamps_and_no_steps(tmp_path: Path,
             lines.append(
                 f"[INFO|trainer.py:3948] {stamp(7.79 * step)},200 >> Saving to saves/x/checkpoint-{step}"
             )
-    observed = read(text_file(tmp_path, "\n".join(lines) + "\n", "running_log.txt"))
+    observed = console(tmp_path, lines, "running_log.txt")
     assert observed.updates == (760 if losses else 768)
     assert observed.median("step_s") == pytest.approx(7.79, rel=0.02)
     assert observed.facts.batch_size == 112
@@ -831,7 +835,7 @@ def test_an_estimate_in_whole_minutes_is_told_by_how_it_falls(tmp_path: Path, st
         lines.append(
             f"Epoch:[0/3]({step}/{steps}) loss:{2.0 - step / 4e4:.3f} lr:0.0001 epoch_Time:{left}min:"
         )
-    observed = read(text_file(tmp_path, "\n".join(["LLM总参数量：26.878 百万", *lines]) + "\n"))
+    observed = console(tmp_path, ["LLM总参数量：26.878 百万", *lines])
     assert observed.median("step_s") == pytest.approx(step_s, rel=0.02)
     assert observed.facts.parameters == pytest.approx(26.878e6)
 
@@ -844,7 +848,7 @@ def test_an_accuracy_between_the_updates_tells_of_a_validation(tmp_path: Path) -
         if step % 20 == 0:
             now += timedelta(seconds=30)
             lines.append(f"{now:%Y-%m-%d %H:%M:%S},000 - train - INFO - Step {step} eval_acc: 0.4")
-    observed = read(text_file(tmp_path, "\n".join(lines) + "\n"))
+    observed = console(tmp_path, lines)
     assert observed.median("step_s") == pytest.approx(2.0)
     causes = found(observed)
     assert "validation-pause" in causes
@@ -858,7 +862,7 @@ def test_a_time_that_the_clock_contradicts(tmp_path: Path, time_s: float, note: 
         f"2026-03-01 09:{step * 8 // 1200:02d}:{step * 8 // 20 % 60:02d},000 batch: {step}, time: {time_s}, loss: {9 - step / 999:.3f}"
         for step in range(20, 2000, 20)
     ]
-    observed = read(text_file(tmp_path, "\n".join(lines) + "\n"))
+    observed = console(tmp_path, lines)
     assert observed.median("step_s") == pytest.approx(0.4, rel=0.02)
     assert any(note in each for each in observed.notes)
 
@@ -876,15 +880,15 @@ def test_a_crash_before_the_first_update_is_told_whoever_trained(tmp_path: Path)
 
 def test_a_run_that_says_it_stops_at_a_loss_that_is_none(tmp_path: Path) -> None:
     lines = [f"Epoch: [0]  [{n:5d}/13000]  closs: 1.5  time: 0.61  data: 0.0001" for n in range(10, 200, 10)]
-    assert found(read(text_file(tmp_path, "\n".join(lines) + "\n"))) == {}
+    assert found(console(tmp_path, lines)) == {}
     lines.append("Loss is nan, stopping training")
-    assert list(found(read(text_file(tmp_path, "\n".join(lines) + "\n")))) == ["not-a-number"]
+    assert list(found(console(tmp_path, lines))) == ["not-a-number"]
 
 
 def test_a_loss_that_was_lost_once_is_no_failure(tmp_path: Path) -> None:
     losses = [f"{8 - step / 40:.4f}" if step != 57 else "nan" for step in range(1, 201)]
     lines = [f"step {step} | loss: {loss} | dt: 400.0ms" for step, loss in enumerate(losses, 1)]
-    observed = read(text_file(tmp_path, "\n".join(lines) + "\n"))
+    observed = console(tmp_path, lines)
     finding = found(observed)["not-a-number"]
     assert finding.kind == "cause"
     assert finding.confidence < 0.8
@@ -897,7 +901,7 @@ def test_deepspeeds_lines_of_2020_count_an_epoch_and_a_step(tmp_path: Path) -> N
         f"[INFO 2020-06-08 05:{step * 3 // 600:02d}:{step * 3 // 10 % 60:02d}] 0/{step}, SamplesPerSec=13.33"
         for step in range(50, 3000, 50)
     ]
-    observed = read(text_file(tmp_path, "\n".join(lines) + "\n"))
+    observed = console(tmp_path, lines)
     assert (observed.trainer.name, observed.updates, observed.facts.batch_size) == ("deepspeed", 2950, 4)
     assert observed.median("step_s") == pytest.approx(0.3, rel=0.02)
 
@@ -911,7 +915,7 @@ def test_megatrons_progress_file(tmp_path: Path) -> None:
         for n in range(1, 18)
     ]
     start = f"2025-02-24 17:00:00\t{job}\tStarting job"
-    observed = read(text_file(tmp_path, "\n".join([start, *lines]) + "\n", "progress.txt"))
+    observed = console(tmp_path, [start, *lines], "progress.txt")
     assert (observed.trainer.name, observed.updates, observed.facts.gpus) == ("megatron", 1700, 8)
     assert observed.median("step_s") == pytest.approx(2.0, rel=0.01)
     assert observed.tokens_per_s == pytest.approx(0.5e6, rel=0.02)
@@ -920,7 +924,7 @@ def test_megatrons_progress_file(tmp_path: Path) -> None:
 def test_bars_that_name_their_epoch_count_on(tmp_path: Path) -> None:
     bar = "Epoch {}: {:3d}%|█████     | {}/60 [00:{:02d}<00:10, 2.0it/s, loss=2.1]"
     bars = [bar.format(epoch, step, step, step // 2) for epoch in range(4) for step in range(1, 61)]
-    observed = read(text_file(tmp_path, "\n".join(bars) + "\n"))
+    observed = console(tmp_path, bars)
     assert (observed.updates, observed.median("step_s")) == (240, pytest.approx(0.5, rel=0.03))
 
 
@@ -983,7 +987,7 @@ def test_bars_of_several_epochs_count_on(tmp_path: Path, bars: tuple[str, ...]) 
     row = "      {}/9      2.34G      1.238      2.345      1.123         45        640: {}"
     test = f"                 Class     Images  Instances      Box(P          R      mAP50  mAP50-95): {bars[-1].replace('60', '7')}"
     each = ["\n".join([*(row.format(epoch, bar) for bar in bars), test]) for epoch in range(1, 10)]
-    observed = read(text_file(tmp_path, "\n".join(["Ultralytics 8.3.203", *each]) + "\n"))
+    observed = console(tmp_path, ["Ultralytics 8.3.203", *each])
     assert observed.updates == 540
     assert observed.median("step_s") == pytest.approx(0.5, rel=0.02)
 
