@@ -161,16 +161,14 @@ class RunFolder:
     @classmethod
     def free(cls, path: Path) -> "RunFolder":
         """The folder, opened; if it holds a run, the first free one of PATH-2, PATH-3, ..."""
-        for place in chain([path], _numbered(path)):
-            folder = cls(place, option=None)
-            try:
+        places = chain([path], _numbered(path))
+        while True:
+            folder = cls(next(places), option=None)
+            with contextlib.suppress(FolderInUse):
                 folder.__enter__()
-            except FolderInUse:
-                continue
-            if not folder.has_begun():
-                return folder
-            folder.__exit__(None, None, None)
-        raise AssertionError("the numbers do not end")
+                if not folder.has_begun():
+                    return folder
+                folder.__exit__(None, None, None)
 
     @classmethod
     def last(cls, path: Path) -> "RunFolder":

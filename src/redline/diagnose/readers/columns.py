@@ -101,11 +101,9 @@ def _factor(quantity: str, name: str, unit: str) -> float | None:
     unit = unit.partition("/")[0] if units is SECONDS else unit  # 6ms/step
     if units is SECONDS and not unit:
         unit = "ms" if name.startswith("ms") else "s" if re.match(r"s(ec\w*)?( per|$)|timing s", name) else ""
-    if quantity == "memory_bytes" and unit in ("M", "G"):
-        unit += "iB"
     found = SECONDS["min"] if unit == "m" and units is SECONDS else units.get(unit.lower())
     if not unit and (units is SECONDS or units is BYTES or units is SHARES):
-        return 1.0 if quantity in ("at_s",) else None
+        return 1.0 if quantity == "at_s" else None
     return found if found is not None or units is SECONDS else 1.0
 
 
