@@ -26,6 +26,10 @@ from redline.report.series import curves
 from redline.report.view import RunView, accuracies, plan_rows, side_by_side
 
 
+def spent(folder: Path) -> dict[str, float]:
+    return {part.name: part.elapsed_s for part in time_parts(read_run(folder))}
+
+
 class TestFigures:
     def test_speed_leaves_out_the_first_updates_and_counts_them_in_the_whole_run(
         self, tmp_path: Path
@@ -53,7 +57,7 @@ class TestFigures:
         assert (update.value, update.low, update.high) == (3.5, 1, 6)
 
     def test_the_parts_of_the_time_add_up_and_are_right(self, tmp_path: Path) -> None:
-        parts = {part.name: part.elapsed_s for part in time_parts(read_run(write_run(tmp_path / "a")))}
+        parts = spent(write_run(tmp_path / "a"))
         first_s = 4 + 4 * 1 - 5 * 0.5
         assert parts == pytest.approx(
             {
@@ -68,10 +72,7 @@ class TestFigures:
 
     def test_recorded_phases_split_the_updates(self, tmp_path: Path) -> None:
         made = [line | {"forward_s": 0.1, "backward_s": 0.2, "optimizer_s": 0.05} for line in lines()]
-        parts = {
-            part.name: part.elapsed_s
-            for part in time_parts(read_run(write_run(tmp_path / "a", metrics=made)))
-        }
+        parts = spent(write_run(tmp_path / "a", metrics=made))
         assert parts["backward"] == pytest.approx(2 * parts["forward"])
         assert parts["forward"] == pytest.approx(2 * parts["optimiser update"])
         assert sum(parts.values()) == pytest.approx(27.75)
@@ -92,17 +93,11 @@ class TestFigures:
             line | {"generate_s": 0.1, "forward_s": 0.05, "backward_s": 0.1, "optimizer_s": 0.05}
             for line in lines()
         ]
-        parts = {
-            part.name: part.elapsed_s
-            for part in time_parts(read_run(write_run(tmp_path / "a", metrics=made)))
-        }
+        parts = spent(write_run(tmp_path / "a", metrics=made))
         assert parts["generation"] == pytest.approx(parts["backward"])
         assert sum(parts.values()) == pytest.approx(27.75)
         made = [line | {"generate_s": 0.1} for line in lines()]
-        alone = {
-            part.name: part.elapsed_s
-            for part in time_parts(read_run(write_run(tmp_path / "b", metrics=made)))
-        }
+        alone = spent(write_run(tmp_path / "b", metrics=made))
         assert alone["generation"] == pytest.approx(parts["generation"])
         assert alone["updates"] == pytest.approx(
             sum(parts[name] for name in ("forward", "backward", "optimiser update", "between phases"))
@@ -152,12 +147,8 @@ class TestFigures:
     def test_numbers_that_are_not_there_stay_unknown(self, tmp_path: Path) -> None:
         made = [{"step": 1, "loss": None, "step_s": 1.0}, {"step": 2, "loss": math.nan, "mfu": None}]
         summary = Summary(read_run(write_run(tmp_path / "a", metrics=made, events=[])))
-        assert (summary.updates, summary.quality.last_loss, summary.speed.update, summary.speed.mfu) == (
-            2,
-            None,
-            None,
-            None,
-        )
+        found = (summary.updates, summary.quality.last_loss, summary.speed.update, summary.speed.mfu)
+        assert found == (2, None, None, None)
         RunView(read_run(tmp_path / "a"))
 
     @pytest.mark.parametrize(
