@@ -36,7 +36,7 @@ def _failing_well() -> Iterator[None]:
     try:
         yield
     except (TrainingError, torch.AcceleratorError) as error:
-        if isinstance(error.__cause__, torch.OutOfMemoryError) or OUT_OF_MEMORY in str(error):
+        if _lacks_memory(error):
             # A new one: the cause, raised again, would refer to itself and keep its memory until the collector comes.
             raise torch.OutOfMemoryError(str(error)) from error
         if isinstance(error, TrainingError):
@@ -45,6 +45,17 @@ def _failing_well() -> Iterator[None]:
         raise TrainingError(
             f"the update cannot be captured as a CUDA graph ({said}): plan.graph=false runs it kernel by kernel"
         ) from error
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Whether it is that or came of it: a capture broken off by it may end in another error, which hides it."""
+    while (
+        error is not None
+        and not isinstance(error, torch.OutOfMemoryError)
+        and OUT_OF_MEMORY not in str(error)
+    ):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 class Captured:
