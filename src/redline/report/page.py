@@ -42,16 +42,11 @@ def write_page(runs: list[RunView], out: Path) -> None:
 
 def page(runs: list[RunView], live: dict[str, int] | None = None) -> str:
     """The whole page. `live`, for a watched run: generation and offset of what is drawn."""
-    title = ", ".join(run.summary.label for run in runs)
-    return assembled(title, parts(runs), [_curves(run) for run in runs], runs, live)
+    return assembled(parts(runs), [_curves(run) for run in runs], runs, live)
 
 
 def assembled(
-    title: str,
-    filled: dict[str, str],
-    drawn: list[dict[str, Any]],
-    runs: list[RunView],
-    live: dict[str, int] | None = None,
+    filled: dict[str, str], drawn: list[dict[str, Any]], runs: list[RunView], live: dict[str, int] | None
 ) -> str:
     """A page with these parts, the curves of some runs, and the details of those that are our own."""
     script = _asset("language.js") + _asset(f"{UPLOT}.js") + _asset("charts.js")
@@ -62,7 +57,7 @@ def assembled(
     )
     own = dict.fromkeys(name for run in drawn for name in run["curves"] if name not in CHARTS)
     return _templates().get_template("page.html.j2").render(
-        title=title,
+        title=", ".join(run["label"] for run in drawn),
         policy=policy,
         style=_asset(f"{UPLOT}.css") + _asset("page.css"),
         parts=filled,
@@ -155,9 +150,8 @@ def write_diagnosis(answers: Sequence[tuple[Observed, list[Finding]]], out: Path
         {"label": view["label"], "place": place, "lines": {}, **_drawn(observed.steps)}
         for place, (view, (observed, _)) in enumerate(zip(views, answers, strict=True))
     ]
-    title = ", ".join(view["label"] for view in views)
     filled = {"head": str(macros().diagnosis(views)), "outcome": "", "why": ""}
-    write_atomic(out, assembled(title, filled, drawn, []))
+    write_atomic(out, assembled(filled, drawn, [], live=None))
 
 
 def _view(observed: Observed, findings: list[Finding]) -> dict[str, Any]:
