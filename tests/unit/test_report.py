@@ -20,7 +20,7 @@ from redline.record.read import read_run, read_runs
 from redline.record.run import RunFolder
 from redline.record.units import fact
 from redline.report.ablation import ablation
-from redline.report.compare import comparable, ratio
+from redline.report.compare import Comparable, ratio
 from redline.report.figures import Summary, time_parts
 from redline.report.series import curves
 from redline.report.view import RunView, accuracies, plan_rows, side_by_side
@@ -231,7 +231,7 @@ class TestComparison:
     def test_the_same_training_on_the_same_hardware_compares(self, tmp_path: Path) -> None:
         changed = {"micro_batch": {"value": 5, "reason": "tried", "source": "user"}}
         runs = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", plan_changes=changed)])
-        verdict = comparable(runs)
+        verdict = Comparable(runs)
         assert (verdict.level, verdict.differences, verdict.plan_differences) == (
             "yes",
             [],
@@ -240,7 +240,7 @@ class TestComparison:
 
     def test_other_hardware_leaves_only_the_losses(self, tmp_path: Path) -> None:
         changed = {"hardware": plan()["hardware"] | {"title": "NVIDIA A100"}}
-        verdict = comparable(
+        verdict = Comparable(
             read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", plan_changes=changed)])
         )
         assert verdict.level == "loss only"
@@ -250,26 +250,26 @@ class TestComparison:
         self, tmp_path: Path
     ) -> None:
         paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=50)]
-        verdict = comparable(read_runs(paths))
+        verdict = Comparable(read_runs(paths))
         assert (verdict.level, verdict.differences) == ("yes", ["train.steps: 40 | 50"])
         assert "compares the validation losses of different recipes" in verdict.text
         (paths[1] / "plan.json").write_text(json.dumps(plan(work="other")))
-        assert comparable(read_runs(paths)).level == "loss only"
+        assert Comparable(read_runs(paths)).level == "loss only"
         assert "against the first" not in dict(side_by_side([RunView(run) for run in read_runs(paths)]))
         written = (paths[1] / "recipe.toml").read_text()
         (paths[1] / "recipe.toml").write_text(written.replace("tinyshakespeare", "other"))
-        assert comparable(read_runs(paths)).level == "no"
+        assert Comparable(read_runs(paths)).level == "no"
         (paths[1] / "plan.json").write_text(json.dumps(plan()))
-        assert comparable(read_runs(paths)).level == "speed only"
+        assert Comparable(read_runs(paths)).level == "speed only"
         assert "against the first" in dict(side_by_side([RunView(run) for run in read_runs(paths)]))
         (paths[1] / "recipe.toml").unlink()
-        assert comparable(read_runs(paths)).level == "no"
+        assert Comparable(read_runs(paths)).level == "no"
 
     def test_how_often_a_run_validates_and_saves_is_no_other_training(self, tmp_path: Path) -> None:
         paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b")]
         with (paths[1] / "recipe.toml").open("a") as recipe:
             recipe.write("eval_every = 10\ncheckpoint_every = 5\nkeep_checkpoints = 1\n")
-        verdict = comparable(read_runs(paths))
+        verdict = Comparable(read_runs(paths))
         assert (verdict.level, len(verdict.differences)) == ("yes", 3)
 
     def test_a_ratio_is_resolved_only_where_its_interval_leaves_out_one(self, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from redline.cli.options import print_json, status
 from redline.record.read import metrics_path, rounds_of
 from redline.record.units import format_bytes
-from redline.report.compare import comparable
+from redline.report.compare import Comparable
 from redline.report.grid import Output
 from redline.report.page import write_page
 from redline.report.terminal import print_report
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         found: dict[str, Any] = {"page": str(out), "runs": [_figures(shown) for shown in runs]}
         if len(runs) > 1:
-            found["comparable"] = asdict(comparable([shown.run for shown in runs]))
+            found["comparable"] = Comparable([shown.run for shown in runs])
         print_json(found)
         return
     print_report(runs, Output())

@@ -23,14 +23,17 @@ TITLES: dict[Level, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Verdict:
-    level: Level
-    title: str
-    text: str
-    differences: list[str]
-    """Where the recipes differ, as `table.key: value | value`."""
-    plan_differences: list[str]
+class Comparable:
+    """What of these runs compares, and why; where their recipes and plans differ, as `table.key: value | value`."""
+
+    def __init__(self, runs: list[Run]) -> None:
+        recipes = [
+            {k: v for k, v in run.recipe.items() if k not in ("name", "about", "plan")} for run in runs
+        ]
+        plans = [{k: v["value"] for k, v in run.plan.items() if "value" in table(v)} for run in runs]
+        self.level, self.text = _level(runs)
+        self.title = TITLES[self.level]
+        self.differences, self.plan_differences = _differences(recipes), _differences(plans)
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,6 @@ class Ratio:
             return f"{factor(self.value)}× (too few updates for an interval)"
         resolved = ", not resolved" if self.low <= 1 <= self.high else ""
         return f"{factor(self.value)}× ({factor(self.low)} to {factor(self.high)}{resolved})"
-
-
-def comparable(runs: list[Run]) -> Verdict:
-    recipes = [{k: v for k, v in run.recipe.items() if k not in ("name", "about", "plan")} for run in runs]
-    plans = [{k: v["value"] for k, v in run.plan.items() if "value" in table(v)} for run in runs]
-    level, text = _level(runs)
-    return Verdict(level, TITLES[level], text, _differences(recipes), _differences(plans))
 
 
 def _level(runs: list[Run]) -> tuple[Level, str]:

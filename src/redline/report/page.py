@@ -26,7 +26,7 @@ from redline.diagnose.observed import Observed, Step
 from redline.record import units
 from redline.record.files import write_atomic
 from redline.record.metrics import METRICS, Metric
-from redline.report.compare import comparable
+from redline.report.compare import Comparable
 from redline.report.reinforcement import Compared
 from redline.report.series import CHARTS, Chart, curves
 from redline.report.view import RunView, side_by_side, when
@@ -72,7 +72,7 @@ def assembled(
 
 def parts(runs: list[RunView]) -> dict[str, str]:
     """The parts that change during a run, by their element ids."""
-    verdict = comparable([shown.run for shown in runs]) if len(runs) > 1 else None
+    verdict = Comparable([shown.run for shown in runs]) if len(runs) > 1 else None
     found = {name: str(getattr(macros(), name)(runs, verdict)) for name in ("head", "outcome", "why")}
     return found | {f"events-{shown.place}": str(macros().events(shown)) for shown in runs}
 

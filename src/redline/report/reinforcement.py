@@ -20,7 +20,7 @@ from redline.errors import ConfigError, DataError
 from redline.record.files import parse_json
 from redline.record.read import Line, Run, number, table, values
 from redline.record.units import DASH, factor, format_bytes, format_duration, format_share
-from redline.report.compare import comparable
+from redline.report.compare import Comparable
 
 FIGURES = {
     "response_tokens": ("tokens of an answer", "{:.0f}"),
@@ -272,7 +272,7 @@ def _caveats(base: Run, other: Run, intervals: int) -> list[str]:
     if intervals > 1:
         found.append(f"{intervals} intervals at 95 %: on average one in twenty misses by chance.")
     asked = ("rl.pcgrad", "train.seed")
-    others = [line for line in comparable([base, other]).differences if not line.startswith(asked)]
+    others = [line for line in Comparable([base, other]).differences if not line.startswith(asked)]
     if others:
         found.append(f"The recipes differ in more than PCGrad: {'; '.join(others)}.")
     steps = sorted({run.metrics[-1]["step"] for run in (base, other) if run.metrics})

@@ -9,7 +9,7 @@ from rich.text import Text
 from redline.record.read import values
 from redline.record.units import format_count, format_share, sparkline
 from redline.report.ablation import Ablation
-from redline.report.compare import comparable
+from redline.report.compare import Comparable
 from redline.report.grid import Grid
 from redline.report.view import Bar, RunView, side_by_side
 
@@ -166,7 +166,7 @@ def print_ablation(charts: list[Ablation], console: Console) -> None:
 
 
 def _comparison(out: Printer, runs: list[RunView]) -> None:
-    verdict = comparable([run.run for run in runs])
+    verdict = Comparable([run.run for run in runs])
     out.line("Side by side", "bold")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for label in ("", *(run.summary.label for run in runs)):

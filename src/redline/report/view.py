@@ -27,7 +27,7 @@ from redline.record.units import (
 )
 from redline.record.words import BAD, LOST, told, told_validation
 from redline.report.ablation import ablation
-from redline.report.compare import comparable, ratio
+from redline.report.compare import Comparable, ratio
 from redline.report.crew import crew
 from redline.report.figures import Summary
 from redline.report.reinforcement import Reinforcement, reinforcement
@@ -281,7 +281,7 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
     run's."""
     all_ = [run.summary for run in runs]
     rft = all(s.workload == "rft" for s in all_)
-    speeds = comparable([run.run for run in runs]).level in ("yes", "speed only")
+    speeds = Comparable([run.run for run in runs]).level in ("yes", "speed only")
     covered, whole = ("fine-tuning", "all of fine-tuning") if rft else ("training", "whole run")
     rows: list[tuple[str, list[str]]] = [
         *_domain_rows(runs),
