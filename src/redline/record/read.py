@@ -103,8 +103,7 @@ class Run:
     @property
     def on_gpu(self) -> bool:
         """Whether its plan, or if it has stages the last of them, ran on a GPU."""
-        kind = self.hardware.get("kind")
-        stages = [event for event in self.events if event["event"] == "stage"]
+        kind, stages = self.hardware.get("kind"), self.told("stage")
         return kind == "cuda" if kind else not stages or bool(stages[-1].get("on_gpu"))
 
     @property
@@ -147,6 +146,10 @@ class Run:
         ago = f"last line {format_duration(self.silent_s)} ago"
         return State("no end recorded", f"{ago}; killed, or on a machine whose clock differs")
 
+    def told(self, kind: str) -> list[Line]:
+        """The events of a kind."""
+        return [event for event in self.events if event["event"] == kind]
+
     @property
     def attempts(self) -> list[Line]:
         return attempts(self.events)
@@ -154,8 +157,8 @@ class Run:
     @property
     def planned_updates(self) -> int | None:
         """As the last attempt counted them, else the last stage, else the recipe."""
-        stages = [event for event in self.events if event["event"] == "stage"]
-        counted, staged = values(self.attempts[-1:], "updates"), values(stages[-1:], "total_steps")
+        counted = values(self.attempts[-1:], "updates")
+        staged = values(self.told("stage")[-1:], "total_steps")
         told = (*counted, *staged, *values([table(self.recipe.get("train"))], "steps"))
         return next((int(value) for value in told if value > 0), None)
 
@@ -189,8 +192,8 @@ class Run:
     @property
     def elapsed_s(self) -> float | None:
         """Training time of the run, validations and checkpoints included."""
-        ends = [event for event in self.events if event["event"] == "end"]
-        return max((*values(ends[-1:], "elapsed_s"), *values(self.metrics[-1:], "elapsed_s")), default=None)
+        last = [*self.told("end")[-1:], *self.metrics[-1:]]
+        return max(values(last, "elapsed_s"), default=None)
 
     @cached_property
     def holes(self) -> list[tuple[int, int]]:

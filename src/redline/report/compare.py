@@ -80,7 +80,7 @@ def _level(runs: list[Run]) -> tuple[Level, str]:
 def _validated_alike(runs: list[Run]) -> bool:
     """Whether these are pre-trainings that were validated on the same tokens."""
     recipes = [run.typed for run in runs]
-    read = {event.get("data") for run in runs for event in run.events if event["event"] == "start"} - {None}
+    read = {event.get("data") for run in runs for event in run.told("start")} - {None}
     if len(read) > 1 or not all(values(run.metrics, "valid_loss") for run in runs):
         return False
     first = recipes[0]

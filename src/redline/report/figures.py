@@ -156,7 +156,7 @@ def _training_parts(run: Run) -> list[TimePart]:
         return []
     first_s, wait_s = _warm_up_s(run), sum(values(run.metrics, "data_wait_s"))
     stalled_s = total(run.events, "checkpoint", "stalled_s")
-    rest = "validation" if any(event["event"] == "validation" for event in run.events) else "other"
+    rest = "validation" if run.told("validation") else "other"
     warm_up = f"compilation and warm-up: first {WARM_UP} updates, beyond the median"
     parts = [
         *_update_parts(run, step_s - first_s - wait_s),

@@ -50,8 +50,7 @@ class Share(NamedTuple):
 
 class DomainFigures:
     def __init__(self, name: str, run: Run, recent: list[Line]) -> None:
-        validations = [event for event in run.events if event["event"] == "validation"]
-        tested = [share for event in validations if (share := _share(event, name)) is not None]
+        tested = [share for event in run.told("validation") if (share := _share(event, name)) is not None]
         rewards, correct = values(recent, f"reward.{name}"), values(recent, f"accuracy.{name}")
         self.name = name
         self.accuracy = tested[-1] if tested else None

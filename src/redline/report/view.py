@@ -99,8 +99,7 @@ def views(folders: list[Path]) -> list[RunView]:
 
 def findings(run: Run) -> tuple[list[Finding] | None, str]:
     """The findings, the most valuable first (None if there is nothing to diagnose), and what is said beside them."""
-    sampled = any(event["event"] == "sampling_end" for event in run.events)
-    if not run.metrics and not sampled:
+    if not run.metrics and not run.told("sampling_end"):
         return None, ""
     observed = own.observed(run)
     found = diagnose(observed)
@@ -132,7 +131,7 @@ def progress(run: Run, summary: Summary, samples: dict[str, Any] | None) -> tupl
     asked. None if the run has ended or its end is not known."""
     if run.state.over:
         return None
-    stage = next((event for event in reversed(run.events) if event["event"] == "stage"), {})
+    stage = next(reversed(run.told("stage")), {})
     if questions := number(stage.get("questions")):
         asked = samples["asked"] if samples and stage.get("name") == "sample" else 0
         return 100 * asked / questions, f"{stage['title']}: {asked:,} of {questions:,.0f} asked"
