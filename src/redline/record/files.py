@@ -13,10 +13,8 @@ import os
 import re
 import shutil
 import stat
-import tomllib
 from collections.abc import Iterator
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,6 +159,9 @@ def sync_path(path: Path) -> None:
 @cache
 def shipped(path: str) -> dict[str, Any]:
     """A TOML file of the package, such as `record/events.toml`."""
+    import tomllib  # here, because `redline --help` reads none and would take a seventh longer
+    from importlib.resources import files
+
     return tomllib.loads((files("redline") / path).read_text(encoding="utf-8"))
 
 
