@@ -386,6 +386,18 @@ def test_what_does_not_apply_is_not_run(tmp_path: Path) -> None:
     assert len(lab.started) == 2, "the naive state and sdpa"
 
 
+def test_what_was_measured_before_ctrl_c_is_kept(tmp_path: Path) -> None:
+    def interrupted(trial: Trial) -> Behaviour:
+        if values(trial)["precision"] == "bf16":
+            raise KeyboardInterrupt
+        return by_the_book(trial)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, interrupted)
+    rows = json.loads((tmp_path / "ablation.json").read_text())
+    assert [row["name"] for row in rows] == ["start", "tf32"]
+
+
 def test_the_record_is_what_the_report_reads(tmp_path: Path) -> None:
     rows = list(run(tmp_path).values())
     saved = json.loads((tmp_path / "ablation.json").read_text())

@@ -1,11 +1,14 @@
 """`redline launch`: which runs a grid gives, and the SLURM script, which shellcheck reads."""
 
+import contextlib
 import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +21,7 @@ from redline.launch import ray as ray_place
 from redline.launch.experiments import Job
 from redline.launch.processes import LAUNCHER
 from redline.launch.slurm import script
+from redline.train.stop import handled_by
 
 
 def job(*overrides: str, **given: Any) -> Job:
@@ -175,3 +179,18 @@ def test_limits_and_sizes_are_read_as_slurm_reads_them() -> None:
     limits = {"90": 5400, "1:30": 90, "1:00:01": 3601, "2-00": 172_800, "1-01:30": 91_800, "0-00:00:07": 7}
     assert {text: ray_place._seconds(text) for text in limits} == limits
     assert [ray_place._bytes(text) for text in ("3", "3K", "2T")] == [3 * 2**20, 3 * 2**10, 2**41]
+
+
+def test_signals_are_handled_as_before_once_a_block_has_ended() -> None:
+    """Nested, where the inner one fails; in another thread, which may not handle any, nothing changes."""
+    heard: list[str] = []
+    before = signal.getsignal(signal.SIGUSR1)
+    with handled_by(lambda *_: heard.append("outer"), signal.SIGUSR1):
+        with contextlib.suppress(OSError), handled_by(lambda *_: heard.append("inner"), signal.SIGUSR1):
+            signal.raise_signal(signal.SIGUSR1)
+            raise OSError
+        with ThreadPoolExecutor() as pool:
+            pool.submit(lambda: handled_by(print, signal.SIGUSR1).__enter__()).result()
+        signal.raise_signal(signal.SIGUSR1)
+    assert heard == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGUSR1) is before

@@ -418,6 +418,7 @@ class TestCommand:
             shown.cause for shown in RunView(read_run(tmp_path / "a")).findings or []
         ]
         assert [run["speed"]["update"]["value"] for run in found["runs"]] == [2000, 2000]
+        assert [part["name"] for part in first["time"]][:2] == ["updates", "data wait"]
         assert (tmp_path / "both.html").exists()
 
     @pytest.mark.parametrize(
