@@ -136,6 +136,7 @@ def test_the_events_of_workers_are_told_and_the_lost_ones_in_red(tmp_path: Path)
     assert told("worker", dict(WORKERS[0])) == "worker-1 joined"
     assert told("worker", dict(WORKERS[3])) == "worker-2 died after 10 s and 40 samples: it was killed"
     assert told("worker", dict(WORKERS[5])) == "worker-1 ended: 200 samples in 50 s"
+    assert told("extended", {"changed": {"train.steps": [50, 80]}}) == "extended: train.steps 50 to 80"
     rows = event_rows(read_run(of_four(tmp_path, 0.4, workers=WORKERS)))
     assert [text for _, text, kind in rows if kind] == [
         "worker-2 died after 10 s and 40 samples: it was killed"

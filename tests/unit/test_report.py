@@ -419,7 +419,7 @@ class TestCommand:
         ]
         assert [run["speed"]["update"]["value"] for run in found["runs"]] == [2000, 2000]
         assert [part["name"] for part in first["time"]][:2] == ["updates", "data wait"]
-        assert (tmp_path / "both.html").exists()
+        assert "<title>a, b " in (tmp_path / "both.html").read_text()
 
     @pytest.mark.parametrize(
         ("name", "text", "part"),

@@ -109,8 +109,9 @@ def test_figures(tmp_path: Path) -> None:
     (pair,) = found.pairs
     assert (pair.a, pair.b, pair.rate) == ("units", "letters", 0.5)
     assert (pair.cosine, pair.tensors) == pytest.approx((0.25, 0.1))
-    assert [(one.domain, one.text, one.reward) for one in found.said] == [
-        ("units", "the <b>best</b>", 1.0), ("units", HOSTILE, 0.0), ("letters", "only", 0.5),
+    assert [(one.domain, one.text, one.reward, one.note) for one in found.said] == [
+        ("units", "the <b>best</b>", 1.0, "correct"), ("units", HOSTILE, 0.0, "no answer found"),
+        ("letters", "only", 0.5, "wrong"),
     ], "best and worst of the last step; the line that is being written is left out"  # fmt: skip
     (_, (first, second)), _ = found.heat
     assert (first[0], second[0]) == ("", "+0.25")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from precision import CLOSE_FP32
-from rft_model import CONFIG, events_of, letters_place, session_of
+from rft_model import CONFIG, TASK, events_of, letters_place, session_of
 from test_server_engine import Fake, completion
 
 from redline.cli.main import main
@@ -282,6 +282,16 @@ def test_a_chat_server_is_asked_with_messages(place, tmp_path):
     asked = fake.bodies[0]["messages"][-1]
     assert asked["role"] == "user"
     assert asked["content"].startswith("Write "), "the question itself, not a text to be continued"
+
+
+def test_answers_whose_scorer_fails_are_wrong_and_counted(place, tmp_path):
+    head = "def score(question, completion):\n"
+    fails = TASK.replace(head, f"{head}    assert 'e' not in completion\n")
+    (tmp_path / "fails.py").write_text(fails)
+    outcome = draw(place, tmp_path / "run", f"task.name={tmp_path}/fails.py:make")
+    failed = [row for row in stored(tmp_path / "run").values() if row["reason"]]
+    assert outcome.scorer_failures == len(failed) > 0
+    assert not any(row["correct"] for row in failed)
 
 
 def test_answers_that_were_cut_are_not_correct_are_not_kept_and_are_counted(place, tmp_path, capsys):
