@@ -3,6 +3,7 @@ measuring against numpy."""
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -496,6 +497,14 @@ def test_cpu_rates_count_what_they_time(seconds, flops, monkeypatch):
     assert measuring._copy_bytes_per_s(numbers, measuring.time_cpu_s) == pytest.approx(
         (2 * 256 * MIB / seconds, 0.25)
     )
+
+
+def test_asking_how_long_threads_waited_is_not_timed(monkeypatch):
+    """It reads a file for each thread: on a large CPU it would take longer than what `bench attention` times."""
+    clock = itertools.count()
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(measuring, "_waited_s", lambda: next(clock))
+    assert measuring.time_cpu_s(lambda call: None, 1) == (1, 3)
 
 
 def _numpy_gflops() -> float:
