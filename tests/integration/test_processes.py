@@ -284,6 +284,7 @@ def test_ctrl_c_before_the_processes_can_save_is_called_that(monkeypatch: pytest
     monkeypatch.setattr(time, "sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         _watched([asked])
+    assert asked.stopped, "the processes were asked, not this one interrupted"
 
 
 def test_a_launcher_that_is_killed_takes_its_processes_with_it(nano: Nano, tmp_path: Path) -> None:
