@@ -22,6 +22,7 @@ from redline.model.attention.variants import VARIANTS
 from redline.model.transformer import Transformer, build_model
 from redline.plan.arithmetic import (
     FAVOR_CHUNK,
+    MUON_STACK_BYTES,
     Memory,
     attention_flops,
     feedback_blocks,
@@ -204,10 +205,8 @@ def test_muons_update_fits_what_is_predicted_for_passes_of_one_sequence(name, no
     held = {p: [p, p.grad, *muon.state[p].values()] for p in model.parameters() if p in muon.state}
     with Allocated([t for tensors in held.values() for t in tensors]) as update:
         muon.step()
-    assert update.peak_bytes == pytest.approx(muon_bytes(recipe.model), rel=0.07), (
-        "whole matrices fill most of a stack"
-    )
-    assert update.peak_bytes < 1.01 * muon_bytes(recipe.model)
+    one_copy_less = (1 - 4 / MUON_STACK_BYTES) * muon_bytes(recipe.model)
+    assert one_copy_less < update.peak_bytes <= muon_bytes(recipe.model)
     values = {
         "precision": "bf16",
         "recompute": "full",

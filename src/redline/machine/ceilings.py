@@ -254,7 +254,7 @@ def best_of(block: Callable[[], tuple[float, float]]) -> tuple[float, float]:
 
 
 def time_cuda_s(work: Work, calls: int) -> tuple[float, float]:
-    """A Clock of CUDA events: the host's launches do not count, nor does anything else on the host."""
+    """A Clock of CUDA events: of the host's work only what keeps the GPU waiting counts."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for call in range(calls):
@@ -266,7 +266,8 @@ def time_cuda_s(work: Work, calls: int) -> tuple[float, float]:
 
 def time_cpu_s(work: Work, calls: int) -> tuple[float, float]:
     """A Clock for work on the CPU."""
-    waited_s, started_s = _waited_s(), time.perf_counter()  # in this order: it reads a file a thread
+    waited_s = _waited_s()  # first: it reads a file for each thread
+    started_s = time.perf_counter()
     for call in range(calls):
         work(call)
     return time.perf_counter() - started_s, _waited_s() - waited_s

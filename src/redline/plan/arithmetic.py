@@ -265,9 +265,9 @@ def memory(
 
 def muon_bytes(model: ModelConfig) -> int:
     """What Muon needs beside weights, gradients and momenta while it changes one stack of matrices."""
-    columns = (model.num_heads + 2 * model.kv_heads) * model.head_size
+    qkv = (model.num_heads + 2 * model.kv_heads) * model.head_size
     inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)
-    matrix = model.hidden_size * max(columns, inner)
+    matrix = model.hidden_size * max(qkv, inner)
     return MUON_STACK_BYTES * min(model.num_layers * matrix, max(MUON_STACK, matrix))
 
 

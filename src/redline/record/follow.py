@@ -28,7 +28,7 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.replaced = 0
-        """How often the file was: lines that were read before no longer hold."""
+        """How often the file was replaced by another, whose lines take the place of those read before."""
         self._lines: list[Line] = []
         self._inode: int | None = None
         self._offset = 0

@@ -89,10 +89,8 @@ def _curves(shown: RunView) -> dict[str, Any]:
 
 
 def _chart(name: str) -> dict[str, Any]:
-    chart, metric = (
-        CHARTS.get(name, Chart(name, "plain", from_zero=False)),
-        METRICS.get(name, Metric("1", name)),
-    )
+    chart = CHARTS.get(name, Chart(name, "plain", from_zero=False))
+    metric = METRICS.get(name, Metric("1", name))
     unit = "" if metric.unit == "1" else metric.unit
     meaning = f"{metric.meaning} ({metric.unit})" if unit else metric.meaning
     short = chart.title.lower() if name in METRICS and not chart.title.isupper() else chart.title

@@ -30,9 +30,9 @@ OUT_OF_MEMORY = "CUDA error: out of memory"
 
 @contextmanager
 def _failing_well() -> Iterator[None]:
-    """Inside, every lack of memory is an OutOfMemoryError, after which the loop tries smaller passes: the optimiser's too,
-    because no weight has changed yet, and the driver's, which makes a graph outside of torch's allocator. What CUDA refuses
-    says the way out."""
+    """Inside, whoever runs out of memory raises OutOfMemoryError, after which the loop tries smaller passes: the optimiser
+    too, because no weight has changed yet, and the driver, which makes a graph outside of torch's allocator. If CUDA refuses
+    a capture for another reason, the error names the way out."""
     try:
         yield
     except (TrainingError, torch.AcceleratorError) as error:
@@ -48,7 +48,7 @@ def _failing_well() -> Iterator[None]:
 
 
 def _lacks_memory(error: BaseException | None) -> bool:
-    """Whether it is that or came of it: a capture broken off by it may end in another error, which hides it."""
+    """Whether memory ran out, here or in what led to this error: a capture that it broke off may end in another one."""
     while (
         error is not None
         and not isinstance(error, torch.OutOfMemoryError)

@@ -5,8 +5,8 @@
     state_tensors(model, optimizers)                      # flat name -> tensor, for checkpoints
 
 Muon works on stacks of equal matrices: one batched product instead of hundreds of small ones. Queries, keys and values,
-which one layer computes, are three matrices to it, and so are the two halves of SwiGLU. On each it equals `torch.optim.Muon`
-(held by a test). Sharded matrices are gathered, orthogonalised on every process and cut again.
+which one layer computes, are three matrices to it, and the two halves of SwiGLU are two. On each it equals
+`torch.optim.Muon` (held by a test). Sharded matrices are gathered, orthogonalised on every process and cut again.
 
 A schedule is a factor on the peak rate, from how far the run has come: the larger of steps/steps and hours/max_hours, so
 a run bounded by the clock decays to its end whatever its speed.
@@ -75,8 +75,9 @@ class AdamW(_Uncompiled, torch.optim.AdamW):
 
 
 class Muon(_Uncompiled):
-    """Momentum whose update is made orthogonal (Newton-Schulz in bf16), with decoupled weight decay. A group's `rows`: of the
-    matrices that each of its parameters holds one below the other, and which are made orthogonal one by one."""
+    """Momentum whose update is made orthogonal (Newton-Schulz in bf16), with decoupled weight decay. A group's `rows`
+    are the row counts of the matrices that each of its parameters holds one below the other; each matrix is made
+    orthogonal by itself."""
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ def _stacks(params: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _rows(name: str, config: ModelConfig) -> tuple[int, ...]:
-    """Of the matrices that a block's parameter holds one below the other; empty: of one."""
+    """Row counts of the matrices that a block's parameter holds one below the other; empty if it is a single one."""
     if name.endswith("attn.qkv.weight"):
         return tuple(
             heads * config.head_size for heads in (config.num_heads, config.kv_heads, config.kv_heads)
