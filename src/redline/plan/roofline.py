@@ -28,10 +28,10 @@ LAUNCHES_A_LAYER = 125
 compiled, took 16 ms a pass where a launch took 10.3 us (benchmarks/closed-loop)."""
 LAUNCH_S = 10e-6
 """One launch where none was measured: the host of the H200 above."""
-UPDATE_LAUNCHES = 1_200
-"""The same of what comes once an update: clipping, the optimiser, the loop. A guess below what was measured: with Muon,
-before its kernels were batched, updates of 8 and 6 layers took that host 26.1 and 25.1 ms
-(benchmarks/speedrun-greedy), 16 to 18 ms more than their passes."""
+UPDATE_LAUNCHES = 1_450
+"""The same of what comes once an update: clipping, the optimiser, the loop. With Muon's batched kernels, 8 layers and 16
+sequences took that host 25.2 to 33.8 ms, 15 to 23 more than a pass (LOG.md); the least of them, so that what is captured
+does pay."""
 CAPTURE_S = 2.0
 """What capturing an update costs at the start of a run, at most (an H200: 1 to 2 s)."""
 MOST_CAPTURED_PASSES = 8
