@@ -8,11 +8,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from redline.config.recipe import IGNORED
-from redline.model.cross_entropy import GRADIENT_SCALE, Reduction, capped, linear_cross_entropy
+from redline.data.candidates import draw
+from redline.model.cross_entropy import GRADIENT_SCALE, Candidates, Reduction, capped, linear_cross_entropy
+from redline.train.objective import candidates_of
 
 E4M3, E5M2 = 2**-4 / math.sqrt(3), 2**-3 / math.sqrt(3)
 
@@ -25,32 +26,57 @@ class Work:
     weight: Tensor
     targets: Tensor
     factors: Tensor
+    candidates: int = 0
+    """Tokens of the softmax, if not all."""
 
     def fp8(self, device: str, dtype: torch.dtype, *, reduction: Reduction, cap: float) -> list[Tensor]:
         """Losses and both gradients, in float64."""
         x = self.x.to(device, dtype).requires_grad_()
         weight = self.weight.to(device, torch.float32).requires_grad_()
         targets, factors = self.targets.to(device), self.factors.to(device, torch.float32)
-        how = linear_cross_entropy(x, weight, targets, how="fp8", reduction=reduction, cap=cap)
+        some = self.some(device)
+        how = linear_cross_entropy(
+            x, weight, targets, how="fp8", reduction=reduction, cap=cap, candidates=some
+        )
         (how * (factors if reduction == "none" else factors[0])).sum().backward()
         assert x.grad is not None
         assert weight.grad is not None
         return [how.detach().cpu().double(), x.grad.cpu().double(), weight.grad.cpu().double()]
 
+    def some(self, device: str = "cpu") -> Candidates | None:
+        if not self.candidates:
+            return None
+        counted = self.targets[self.targets != IGNORED].numpy()
+        words = draw(counted, size=self.candidates, vocab_size=len(self.weight), seed=0)
+        return candidates_of(torch.from_numpy(words).to(device))
+
+    def losses(self, logits: Tensor, cap: float) -> Tensor:
+        """As they are defined: a sampled token counts as often as there are tokens for which it stands."""
+        counts, some = torch.ones(logits.shape[-1]).double(), self.some()
+        if some is not None:
+            others = (len(counts) - int(some.targets)) / (len(some.tokens_K) - int(some.targets))
+            counts = torch.zeros_like(counts)
+            counts[some.tokens_K.long()] = others
+            counts[some.tokens_K[: int(some.targets)].long()] = 1.0
+        sums = (capped(logits, cap) + counts.log()).logsumexp(-1)
+        of_targets = capped(logits, cap).gather(1, self.targets.clamp_min(0)[:, None])[:, 0]
+        return (sums - of_targets) * (self.targets != IGNORED)
+
     def gradient(self, x: Tensor, weight: Tensor, cap: float) -> Tensor:
         """Of each loss by the logits."""
         logits = (x @ weight.T).requires_grad_()
-        F.cross_entropy(capped(logits, cap), self.targets, ignore_index=IGNORED, reduction="sum").backward()
+        self.losses(logits, cap).sum().backward()
         assert logits.grad is not None
         return logits.grad
 
 
-def work(tokens: int = 200, hidden: int = 64, vocab: int = 512) -> Work:
+def work(tokens: int = 200, hidden: int = 64, vocab: int = 512, candidates: int = 0) -> Work:
     made = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, hidden, generator=made).bfloat16().double() for n in (tokens, vocab))
     targets = torch.randint(0, vocab, (tokens,), generator=made)
     targets[::7] = IGNORED
-    return Work(x, (0.25 * weight), targets, torch.randn(tokens, generator=made).double())
+    factors = torch.randn(tokens, generator=made).double()
+    return Work(x, (0.25 * weight), targets, factors, candidates)
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -59,12 +85,11 @@ def rounded(x: Tensor) -> Tensor:
     return (x * scale).to(torch.float8_e4m3fn).double() / scale
 
 
-def check_losses(device: str, dtype: torch.dtype, cap: float) -> None:
+def check_losses(device: str, dtype: torch.dtype, cap: float, candidates: int = 0) -> None:
     """A loss changes by its gradient times the errors of what is multiplied, to first order."""
-    its = work()
+    its = work(candidates=candidates)
     found = its.fp8(device, dtype, reduction="none", cap=cap)[0]
-    logits = capped(its.x @ its.weight.T, cap)
-    exact = F.cross_entropy(logits, its.targets, ignore_index=IGNORED, reduction="none")
+    exact = its.losses(its.x @ its.weight.T, cap)
     assert not found[its.targets == IGNORED].any()
     g = its.gradient(its.x, its.weight, cap)
     of_x = ((g @ its.weight) * its.x).square().sum(-1)
@@ -73,9 +98,11 @@ def check_losses(device: str, dtype: torch.dtype, cap: float) -> None:
     assert bound / 2 < (found - exact).square().mean().sqrt() < bound
 
 
-def check_gradients(device: str, dtype: torch.dtype, reduction: Reduction, cap: float) -> None:
+def check_gradients(
+    device: str, dtype: torch.dtype, reduction: Reduction, cap: float, candidates: int = 0
+) -> None:
     """Against exact products with the gradient at the rounded logits: what is left is e5m2's error and one of e4m3's."""
-    its = work()
+    its = work(candidates=candidates)
     _, dx, dweight = its.fp8(device, dtype, reduction=reduction, cap=cap)
     factors = its.factors[:, None] if reduction == "none" else its.factors[0]
     g = its.gradient(rounded(its.x), rounded(its.weight), cap) * factors

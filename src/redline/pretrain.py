@@ -77,6 +77,7 @@ def pretrain(
 def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened: OpenRun) -> Job:
     """What the loop needs to pre-train."""
     train, seq_len = recipe.train, recipe.data.seq_len
+    some = (train.softmax_candidates, recipe.model.vocab_size) if train.softmax_candidates else None
 
     def source(position: Position | None, done: int) -> Loader:
         return Loader(
@@ -91,6 +92,7 @@ def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened:
             threads=plan.loader_threads,
             prefetch=plan.prefetch,
             pin_memory=process.device.type == "cuda",
+            candidates=some,
         )
 
     return Job(

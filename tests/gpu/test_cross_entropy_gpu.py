@@ -83,10 +83,11 @@ def fp8() -> None:
 
 @pytest.mark.usefixtures("fp8")
 @pytest.mark.parametrize("cap", [0.0, 5.0])
-def test_the_fp8_head_rounds_as_derived(cap: float) -> None:
-    head_rounding.check_losses("cuda", torch.bfloat16, cap)
+@pytest.mark.parametrize("candidates", [0, 256])
+def test_the_fp8_head_rounds_as_derived(cap: float, candidates: int) -> None:
+    head_rounding.check_losses("cuda", torch.bfloat16, cap, candidates)
     for reduction in ("sum", "none"):
-        head_rounding.check_gradients("cuda", torch.bfloat16, reduction, cap)
+        head_rounding.check_gradients("cuda", torch.bfloat16, reduction, cap, candidates)
     head_rounding.check_every_entry("cuda", torch.bfloat16)
 
 
@@ -98,7 +99,7 @@ def test_the_fp8_gradient_of_a_whole_vocabulary_is_the_cpus(cap: float) -> None:
     logits, targets = (4 * torch.randn(40, 50304)).bfloat16(), torch.randint(0, 50304, (40,))
     targets[::7] = IGNORED
     gradients = [torch.empty(40, 50304, device=device, dtype=torch.float8_e5m2) for device in ("cpu", "cuda")]
-    expected = cross_entropy._losses_in_torch(logits, targets, gradients[0], cap)
+    expected = cross_entropy._losses_in_torch(logits, targets, gradients[0], cap, None)
     found = cross_entropy.losses_by_kernel(logits.cuda(), targets.cuda(), gradients[1], cap)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
     theirs, ours = gradients[0].float(), gradients[1].cpu().float()

@@ -29,7 +29,10 @@ VARIANTS = {
         "train.orthogonality=0.01", "train.orthogonality_warmup_steps=10",
     ),
     "dfa": ("train.rule=dfa", "dfa.feedback=generated", "dfa.top_blocks=1", "train.steps=20"),
-    "accumulated": ("plan.micro_batch=2", "train.clip_norm=0", "train.schedule=wsd", "train.batch_ramp_steps=4"),
+    "accumulated": (
+        "plan.micro_batch=2", "train.clip_norm=0", "train.schedule=wsd", "train.batch_ramp_steps=4",
+        "train.softmax_candidates=250",
+    ),
 }  # fmt: skip
 
 

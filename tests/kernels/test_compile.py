@@ -71,7 +71,8 @@ def launch_loss() -> None:
     for cap in (0.0, 30.0):
         x, targets = empty(4, 64, grad=True), torch.zeros(4, dtype=torch.int64)
         linear_cross_entropy(x, empty(5000, 64), targets, how="fused", cap=cap).backward()
-        losses_by_kernel(empty(4, 5008), targets, empty(4, 5008, dtype=torch.float8_e5m2), cap)
+        for sample in (None, (integers(1)[0], empty(1, dtype=torch.float32)[0])):
+            losses_by_kernel(empty(4, 5008), targets, empty(4, 5008, dtype=torch.float8_e5m2), cap, sample)
     transposed_by_kernel(empty(64, 5008, dtype=torch.float8_e5m2))
 
 

@@ -1,9 +1,11 @@
 """What the kernels between the matrix products compute, on a machine without a GPU: Triton's interpreter runs them in fp32
 (its bf16 is not to be trusted), in a process of its own, because it must be chosen before they are imported."""
 
+import itertools
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +14,16 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="torch for CPUs comes without Triton; `make kernels` brings it")
 
-from redline.config.recipe import LoraConfig, ModelConfig
+from redline.config.recipe import IGNORED, LoraConfig, ModelConfig
 from redline.model import kernels
+from redline.model.cross_entropy import Candidates, linear_cross_entropy
 from redline.model.lora import adapters, add_lora
 from redline.model.transformer import Norm, build_model
 
 CONFIG = ModelConfig(vocab_size=32, num_layers=2, hidden_size=16, num_heads=2, ffn_size=24, context_length=8)
 
 
-@pytest.mark.parametrize("case", ["norm", "last_norm", "swiglu", "model"])
+@pytest.mark.parametrize("case", ["norm", "last_norm", "swiglu", "loss", "model"])
 def test_a_kernel_and_its_gradient(case: str) -> None:
     done = subprocess.run(
         [sys.executable, __file__, case],
@@ -54,6 +57,22 @@ def with_gradients(used: slice) -> tuple[list[Tensor], list[Tensor]]:
     )
 
 
+def loss() -> tuple[list[Tensor], list[Tensor]]:
+    """Of the whole vocabulary and of candidates, capped and not, beside torch's own."""
+    targets = torch.tensor([3, IGNORED, 0, 40, 3])
+    some = Candidates(torch.tensor([0, 3, 40, 7, 99, 12]), torch.tensor(3, dtype=torch.int32))
+    results: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for candidates, cap in itertools.product((None, some), (0.0, 5.0)):
+        x, weight, out = torch.randn(5, 16), torch.randn(100, 16), torch.randn(5)
+        for how, found in zip(("fused", "torch"), results, strict=True):
+            inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+            losses = linear_cross_entropy(
+                *inputs, targets, how=how, reduction="none", cap=cap, candidates=candidates
+            )
+            found += [losses, *torch.autograd.grad(losses, inputs, out)]
+    return results
+
+
 def swiglu() -> tuple[list[Tensor], list[Tensor]]:
     x = torch.randn(5, 2 * 72, requires_grad=True)
     out, (gate, up) = torch.randn(5, 72), x.chunk(2, dim=-1)
@@ -78,7 +97,21 @@ def model() -> tuple[list[Tensor], list[Tensor]]:
     return results[0], results[1]
 
 
+def let_loops_run() -> None:
+    """Triton 3.6's interpreter takes `int` of an array of one element, which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    plain = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
+    let_loops_run()
     for found, expected in zip(*globals()[sys.argv[1]](), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

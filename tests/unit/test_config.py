@@ -426,7 +426,7 @@ OPTIONS = {
     ),
     DataConfig: "source seq_len tokenizer text_field valid_fraction stream",
     TrainConfig: (
-        "batch_size lr batch_ramp_steps steps epochs max_hours rule optimizer muon_lr muon_warmup_steps muon_iteration muon_normalize embed_lr head_lr weight_decay beta1 beta2 eps schedule warmup_steps"
+        "batch_size lr batch_ramp_steps steps epochs max_hours rule optimizer muon_lr muon_warmup_steps muon_iteration muon_normalize embed_lr head_lr softmax_candidates weight_decay beta1 beta2 eps schedule warmup_steps"
         " warmup_fraction decay_fraction min_lr_ratio orthogonality"
         " orthogonality_warmup_steps orthogonality_values clip_norm seed eval_every eval_sequences early_stop_evals"
         " target_loss diagnose_every checkpoint_every keep_checkpoints"

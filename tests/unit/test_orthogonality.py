@@ -10,6 +10,7 @@ from torch import Tensor
 
 from redline.config.load import load_recipe
 from redline.config.recipe import ModelConfig, TrainConfig
+from redline.data.loader import Batch
 from redline.errors import ConfigError
 from redline.model.transformer import Transformer, build_model
 from redline.train.objective import Eager, Sequences
@@ -76,7 +77,7 @@ def test_an_update_adds_it_once_whatever_its_passes_and_its_loss_scale(
                 gradients.extend(block.attn.qkv.weight.grad.clone() for block in model.blocks)  # type: ignore[union-attr]
 
             learner.before_update = keep
-            batch: Any = type("B", (), {"inputs_BT": tokens[:, :-1], "targets_BT": tokens[:, 1:]})
+            batch = Batch(tokens[:, :-1], tokens[:, 1:], {})
             objective = Sequences(pass_size=4 // passes, share=4)
             found = Eager(learner, objective).take(batch, targets=32.0, lr_factor=1.0)
             assert ("orthogonality_violation" in found.numbers) == (weight > 0)

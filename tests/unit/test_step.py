@@ -19,6 +19,7 @@ from torch import Tensor
 
 from redline.config.load import load_recipe
 from redline.config.recipe import IGNORED, ModelConfig, TrainConfig
+from redline.data.candidates import draw
 from redline.data.loader import Batch
 from redline.errors import CheckpointError, TrainingError
 from redline.model.transformer import Transformer, build_model
@@ -301,8 +302,8 @@ class Replayed:
 def test_a_captured_update_reads_what_the_eager_one_is_given(
     optimizer: str, micro_batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows, targets, every group's learning rate, and a momentum that warms up, through the buffer of a replay; and a batch
-    that grows."""
+    """Rows, targets, every group's learning rate, and a momentum that warms up, through the buffer of a replay; in several
+    passes also the candidates of the softmax, and a batch that grows."""
 
     def capture(executor: Captured, shape: Any, pool: Any) -> tuple[Replayed, Update]:
         graph = Replayed(executor, shape)
@@ -320,6 +321,8 @@ def test_a_captured_update_reads_what_the_eager_one_is_given(
         captured, objective, lambda kind, **facts: events.append((kind, facts["rows_tokens"]))
     )
     inputs_BT, targets_BT = batch("uneven")
+    words = draw(targets_BT[targets_BT != IGNORED].numpy(), size=60, vocab_size=61, seed=0)
+    some = torch.from_numpy(words) if micro_batch < BATCH else None
     ramp = [BATCH // 4, BATCH, BATCH] if micro_batch < BATCH else [BATCH] * 3
     for step, (factor, size) in enumerate(zip([1.0, 0.5, 0.25], ramp, strict=True), start=1):
         ours, theirs = (state_tensors(learner.model, learner.optimizers) for learner in (captured, eager))
@@ -328,7 +331,7 @@ def test_a_captured_update_reads_what_the_eager_one_is_given(
         told = []
         for learner, one in ((eager, plain), (captured, executor)):
             warm_momentum(learner.optimizers, train(**how), step)
-            part = Batch(inputs_BT[:size], targets_BT[:size], {})
+            part = Batch(inputs_BT[:size], targets_BT[:size], {}, some)
             told.append(one.take(part, targets=64.0, lr_factor=factor).numbers)
         assert told[0].keys() == told[1].keys()
         for name in told[0]:
@@ -443,9 +446,10 @@ def trained(*, graph: bool) -> tuple[list[float], list[tuple[str, dict[str, Any]
     return [line["loss"] for line in seen.lines], seen.events
 
 
-def test_a_blank_pass_counts_for_nothing() -> None:
+@pytest.mark.parametrize("candidates", [None, torch.zeros(41, dtype=torch.int32)])
+def test_a_blank_pass_counts_for_nothing(candidates: Tensor | None) -> None:
     objective = Sequences(pass_size=2, share=BATCH)
-    (shape,) = objective.shapes_from(Batch(*batch("none"), {}))
+    (shape,) = objective.shapes_from(Batch(*batch("none"), {}, candidates))
     learner = learner_of(build_model(CONFIG, device="cpu", seed=3))
     blank = torch.from_numpy(objective.blank(shape))
     assert objective.row_pass(learner, blank, shape).run(1.0, lambda phase: None)["loss"] == 0.0

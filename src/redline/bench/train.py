@@ -238,7 +238,7 @@ def _plain_step(recipe: Recipe, plan: Plan, process: Process) -> Callable[[], ob
         torch.set_float32_matmul_precision("high")
 
     class Autocast(BackPropagation):
-        def learn(self, _model: Any, tokens: Any, targets: Any, packing: Any = None) -> Pass:
+        def learn(self, _model: Any, tokens: Any, targets: Any, *_rest: Any) -> Pass:
             def loss() -> torch.Tensor:
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=plan.precision != "fp32"):
                     return forward(tokens, targets)

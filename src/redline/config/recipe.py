@@ -162,6 +162,9 @@ class TrainConfig:
     """Peak learning rate of the embeddings, and of a head tied to them; not given: `lr`."""
     head_lr: float | None = None
     """The same of an output head that is not tied."""
+    softmax_candidates: int = 0
+    """Tokens over which the softmax of an update is taken: all its targets, and a uniform sample of the others that stands
+    for the rest; 0: the whole vocabulary, as in every validation."""
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95

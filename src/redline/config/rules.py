@@ -38,7 +38,7 @@ _NOT_NEGATIVE = {
     "model": ("redraw_every", "logit_cap"),
     "data": ("seq_len",),
     "train": (
-        "steps", "epochs", "batch_ramp_steps", "muon_warmup_steps", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
+        "steps", "epochs", "batch_ramp_steps", "muon_warmup_steps", "softmax_candidates", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
         "diagnose_every", "checkpoint_every", "seed",
     ),
     "dfa": ("top_blocks",),
@@ -121,6 +121,9 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
     ramped = f"train.batch_ramp_steps needs workload pretrain and a train.batch_size that is a multiple of {RAMP[0]}"
     divided = workload == "pretrain" and t.batch_size % RAMP[0] == 0
     yield not t.batch_ramp_steps or divided, f"{ramped}, got {workload} and {t.batch_size}: leave it out"
+    fewer = workload == "pretrain" and t.rule == "backprop" and t.softmax_candidates < m.vocab_size
+    some = f"train.softmax_candidates ({t.softmax_candidates}) needs workload pretrain, train.rule backprop and a"
+    yield not t.softmax_candidates or fewer, f"{some} larger model.vocab_size (got {m.vocab_size})"
     held_out = t.eval_every == 0 or d.valid_fraction > 0
     yield held_out, "train.eval_every needs a validation split: give data.valid_fraction greater than 0"
     tokens = t.batch_size * d.seq_len

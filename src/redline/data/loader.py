@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from redline.config.recipe import IGNORED
+from redline.data.candidates import draw
 from redline.data.shards import Job, Position, TokenDataset
 from redline.data.stream import TokenStream
 from redline.errors import ConfigError
@@ -29,6 +30,8 @@ class Batch:
     targets_BT: torch.Tensor
     position: Position
     """Where the next batch starts; a checkpoint after this batch holds it."""
+    candidates: torch.Tensor | None = None
+    """The words of those tokens over which the softmax is taken (data/candidates.py), if not over all."""
 
     @property
     def rows(self) -> int:
@@ -61,15 +64,17 @@ class Loader:
         threads: int = 1,
         prefetch: int = 2,
         pin_memory: bool = False,
+        candidates: tuple[int, int] | None = None,
     ) -> None:
-        """`ramp`: the sizes of the first batches, if they differ."""
+        """`ramp`: the sizes of the first batches, if they differ. `candidates`: how many tokens the softmax is taken over,
+        of a vocabulary of which size."""
         if batch_size % world_size:
             processes = f"the number of processes ({world_size})"
             raise ConfigError(f"train.batch_size ({batch_size}) must be a multiple of {processes}")
         self.waited_s = 0.0
         """Time that `next` has spent waiting."""
         self._batch_size, self._ramp, self._rank, self._world_size = batch_size, iter(ramp), rank, world_size
-        self._pin = pin_memory and torch.cuda.is_available()
+        self._pin, self._seed, self._candidates = pin_memory and torch.cuda.is_available(), seed, candidates
         self._order = source.order(seq_len=seq_len, seed=seed, position=position, threads=threads)
         # A stream reads from one place, so its jobs run one after another and its threads tokenise.
         self._pool = ThreadPoolExecutor(
@@ -100,15 +105,22 @@ class Loader:
     def _submit(self) -> None:
         size = next(self._ramp, self._batch_size)
         share = size // self._world_size
-        rows = slice(self._rank * share, (self._rank + 1) * share)
-        self._ahead.append(self._pool.submit(self._prepare, self._order.claim(size, rows)))
+        own = slice(self._rank * share, (self._rank + 1) * share)
+        job = self._order.claim(size, own if self._candidates is None else slice(size))
+        self._ahead.append(self._pool.submit(self._prepare, job, own))
 
-    def _prepare(self, job: Job) -> Batch:
+    def _prepare(self, job: Job, own: slice) -> Batch:
         rows, position = job()
         inputs_BT, targets_BT = _shift(rows)
+        candidates = None
+        if self._candidates is not None:
+            size, vocab_size = self._candidates
+            words = draw(targets_BT.numpy(), size=size, vocab_size=vocab_size, seed=self._seed)
+            inputs_BT, targets_BT, candidates = inputs_BT[own], targets_BT[own], torch.from_numpy(words)
         if self._pin:
             inputs_BT, targets_BT = inputs_BT.pin_memory(), targets_BT.pin_memory()
-        return Batch(inputs_BT, targets_BT, position)
+            candidates = candidates.pin_memory() if candidates is not None else None
+        return Batch(inputs_BT, targets_BT, position, candidates)
 
 
 def valid_batches(

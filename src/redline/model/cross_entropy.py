@@ -2,6 +2,7 @@
 
     loss_sum = linear_cross_entropy(x_ND, weight_VD, targets_N, how="fused")
     losses_N = linear_cross_entropy(x_ND, weight_VD, targets_N, how="fused", reduction="none")
+    linear_cross_entropy(x_ND, weight_VD, targets_N, how="fused", candidates=candidates)   # a softmax over some tokens
     capped(logits, 30.0)                                       # cap x tanh(logits / cap), which the loss takes too
 
 `torch`: logits, then torch's cross entropy in fp32. `fused` (CUDA, half precision): logits by cuBLAS, then one Triton
@@ -10,10 +11,10 @@ kernel that reads each row, takes its loss and overwrites the row with its gradi
 all three products multiply FP8 numbers, and the gradient is written as FP8. On a CPU it computes the same roundings in fp32.
 Left out: chunks (the caller's), label smoothing, z-loss.
 
-Shapes: N tokens, D hidden, V vocabulary.
+Shapes: N tokens, D hidden, V vocabulary (or the candidates).
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,31 @@ GRADIENT_SCALE = 2.0**14
 16,384, with room above, and 2^-30 = 9e-10 is still seen. What vanishes of a row is at most 50,304 x 2^-31 = 2e-5."""
 
 
+class Candidates(NamedTuple):
+    """The tokens over which a softmax is taken in place of the vocabulary (data/candidates.py says which). On the device,
+    so that a CUDA graph reads those of each update."""
+
+    tokens_K: Tensor
+    """Ids, none twice: all targets, then a sample of the other tokens."""
+    targets: Tensor
+    """How many come first because they are targets."""
+
+    def places(self, targets_N: Tensor, vocab_size: int) -> Tensor:
+        """Where the targets are among the candidates."""
+        places_V = targets_N.new_zeros(vocab_size)
+        places_V[self.tokens_K] = torch.arange(len(self.tokens_K), device=places_V.device)
+        return torch.where(targets_N == IGNORED, IGNORED, places_V[targets_N.clamp_min(0)])
+
+    def sample(self, vocab_size: int) -> "Sample":
+        others, drawn = vocab_size - self.targets, len(self.tokens_K) - self.targets
+        return self.targets, (others / drawn).log()
+
+
+Sample = tuple[Tensor, Tensor]
+"""The first row of the head that stands for other tokens too, and the logarithm of how many: the logits from there on are
+raised by it."""
+
+
 def capped(logits: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -50,29 +76,50 @@ def linear_cross_entropy(
     how: CrossEntropy,
     reduction: Reduction = "sum",
     cap: float = 0.0,
+    candidates: Candidates | None = None,
 ) -> Tensor:
-    """The cross entropies of `x @ weight.T` (capped) in fp32, or their sum; 0 where the target is IGNORED."""
+    """The cross entropies of `x @ weight.T` (capped) in fp32, or their sum; 0 where the target is IGNORED. With
+    candidates, which must hold all targets, the softmax is over their rows of the weight alone."""
+    sample = None
+    if candidates is not None:
+        targets_N = candidates.places(targets_N, len(weight_VD))
+        sample = candidates.sample(len(weight_VD))
+        weight_VD = weight_VD.index_select(0, candidates.tokens_K)
     weight_VD = weight_VD.to(x_ND.dtype)
     if how == "fused":
-        fused: Tensor = _Fused.apply(x_ND, weight_VD, targets_N, reduction == "sum", cap)
+        fused: Tensor = _Fused.apply(x_ND, weight_VD, targets_N, reduction == "sum", cap, sample)
         return fused
     if how == "fp8":
         count, extra = len(x_ND), -len(x_ND) % FP8_MULTIPLE
         if extra:
             x_ND, targets_N = F.pad(x_ND, (0, 0, 0, extra)), F.pad(targets_N, (0, extra), value=IGNORED)
-        loss: Tensor = _Fp8.apply(x_ND, weight_VD, targets_N, reduction == "sum", cap)
+        loss: Tensor = _Fp8.apply(x_ND, weight_VD, targets_N, reduction == "sum", cap, sample)
         return loss[:count] if loss.ndim else loss
-    logits_NV = capped(F.linear(x_ND, weight_VD).float(), cap)
+    logits_NV = _raised(capped(F.linear(x_ND, weight_VD).float(), cap), sample)
     return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction=reduction)
+
+
+def _raised(logits_NV: Tensor, sample: Sample | None) -> Tensor:
+    if sample is None:
+        return logits_NV
+    first, log_count = sample
+    rows_V = torch.arange(logits_NV.shape[-1], device=logits_NV.device)
+    return logits_NV + torch.where(rows_V < first, 0.0, log_count)
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, summed: bool, cap: float
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        summed: bool,
+        cap: float,
+        sample: Sample | None,
     ) -> Tensor:
         logits_NV = F.linear(x_ND, weight_VD)
-        losses_N = losses_by_kernel(logits_NV, targets_N, logits_NV, cap)
+        losses_N = losses_by_kernel(logits_NV, targets_N, logits_NV, cap, sample)
         ctx.save_for_backward(x_ND, weight_VD, logits_NV)
         return losses_N.sum() if summed else losses_N
 
@@ -82,9 +129,9 @@ class _Fused(torch.autograd.Function):
         factor = grad[:, None] if grad.ndim else grad
         dx_ND = ((dlogits_NV @ weight_VD) * factor).to(x_ND.dtype)
         if not ctx.needs_input_grad[1]:  # a frozen head: a third of the head's work
-            return dx_ND, None, None, None, None
+            return dx_ND, *[None] * 5
         # The factor goes onto the small operand before the sum over tokens, which could overflow fp16 without it.
-        return dx_ND, dlogits_NV.T @ (x_ND * factor).to(x_ND.dtype), None, None, None
+        return dx_ND, dlogits_NV.T @ (x_ND * factor).to(x_ND.dtype), *[None] * 4
 
 
 class _Fp8(torch.autograd.Function):
@@ -93,7 +140,13 @@ class _Fp8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, summed: bool, cap: float
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        summed: bool,
+        cap: float,
+        sample: Sample | None,
     ) -> Tensor:
         (x8_ND, x_unit), (w8_VD, w_unit) = to_fp8(x_ND), to_fp8(weight_VD)
         gradient_NV = torch.empty(len(x_ND), len(weight_VD), device=x_ND.device, dtype=torch.float8_e5m2)
@@ -102,7 +155,9 @@ class _Fp8(torch.autograd.Function):
         halves = zip(*(part.split(half) for part in (x8_ND, targets_N, gradient_NV)), strict=True)
         losses_N = torch.cat([
             # Only this sum is short enough for the tensor cores to keep it in fewer bits than fp32, at a higher rate.
-            row_losses(_product(x8, w8_VD, x_unit * w_unit, x_ND.dtype, fast=True), targets, gradient, cap)
+            row_losses(
+                _product(x8, w8_VD, x_unit * w_unit, x_ND.dtype, fast=True), targets, gradient, cap, sample
+            )
             for x8, targets, gradient in halves
         ])  # fmt: skip
         ctx.dtype = x_ND.dtype
@@ -118,11 +173,11 @@ class _Fp8(torch.autograd.Function):
         if factor_N1 is not None:
             dx_ND = (dx_ND * factor_N1).to(ctx.dtype)
         if not ctx.needs_input_grad[1]:
-            return dx_ND, None, None, None, None
+            return dx_ND, *[None] * 5
         if factor_N1 is not None:
             x_ND, x_unit = to_fp8((x_ND * factor_N1).to(ctx.dtype))
         dw_VD = _product(transposed(gradient_NV), transposed(x_ND), x_unit * unit, ctx.dtype)
-        return dx_ND, dw_VD, None, None, None
+        return dx_ND, dw_VD, *[None] * 4
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,10 +200,12 @@ def transposed(x8: Tensor) -> Tensor:
     return transposed_by_kernel(x8) if x8.is_cuda else x8.t().contiguous()
 
 
-def _losses_in_torch(logits_NV: Tensor, targets_N: Tensor, gradient_NV: Tensor, cap: float) -> Tensor:
+def _losses_in_torch(
+    logits_NV: Tensor, targets_N: Tensor, gradient_NV: Tensor, cap: float, sample: Sample | None
+) -> Tensor:
     """What `losses_by_kernel` computes."""
     counted_N1, x_NV = (targets_N != IGNORED)[:, None], capped(logits_NV.float(), cap)
-    logprobs_NV = x_NV.log_softmax(-1)
+    logprobs_NV = _raised(x_NV, sample).log_softmax(-1)
     found_NV = logprobs_NV.exp()
     found_NV.scatter_add_(1, targets_N[:, None] * counted_N1, -torch.ones_like(x_NV[:, :1]))
     slope_NV = 1 - (x_NV / cap).square() if cap else 1.0
@@ -156,14 +213,16 @@ def _losses_in_torch(logits_NV: Tensor, targets_N: Tensor, gradient_NV: Tensor, 
     return F.nll_loss(logprobs_NV, targets_N, ignore_index=IGNORED, reduction="none")
 
 
-def losses_by_kernel(logits_NV: Tensor, targets_N: Tensor, gradient_NV: Tensor, cap: float) -> Tensor:
+def losses_by_kernel(
+    logits_NV: Tensor, targets_N: Tensor, gradient_NV: Tensor, cap: float, sample: Sample | None = None
+) -> Tensor:
     """The rows' losses. Writes their gradients, in FP8 times GRADIENT_SCALE; the logits may be the place for them."""
     N, V = logits_NV.shape
     losses_N = torch.empty(N, device=logits_NV.device, dtype=torch.float32)
     scale = GRADIENT_SCALE if gradient_NV.dtype == torch.float8_e5m2 else 1.0
     _loss_and_gradient[(N,)](
-        logits_NV, targets_N, gradient_NV, losses_N, V, logits_NV.stride(0), IGNORED, CAP=cap, SCALE=scale, BLOCK=2048,
-        num_warps=4,
+        logits_NV, targets_N, gradient_NV, losses_N, *(sample or (None, None)), V, logits_NV.stride(0), IGNORED,
+        CAP=cap, SCALE=scale, BLOCK=2048, num_warps=4,
     )  # fmt: skip
     return losses_N
 
@@ -184,7 +243,7 @@ if triton is not None:
 
     @triton.jit
     def _loss_and_gradient(  # type: ignore[no-untyped-def]
-        logits_ptr, targets_ptr, gradient_ptr, losses_ptr, vocab_size, stride, ignored,
+        logits_ptr, targets_ptr, gradient_ptr, losses_ptr, first_ptr, log_count_ptr, vocab_size, stride, ignored,
         CAP: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """One program a row: a running maximum and sum, then softmax minus one-hot, written over the row or elsewhere."""
@@ -194,12 +253,16 @@ if triton is not None:
         counts = target != ignored
         # Read before any program writes the row; the reductions below are the barrier.
         target_logit = _capped(tl.load(row_ptr + tl.where(counts, target, 0)).to(tl.float32), CAP)
+        if first_ptr is not None:
+            first, log_count = tl.load(first_ptr), tl.load(log_count_ptr)
         lanes = tl.arange(0, BLOCK)
         highest = -1e30
         sums = tl.zeros([BLOCK], tl.float32)
         for start in range(0, vocab_size, BLOCK):
             inside = start + lanes < vocab_size
             x = _capped(tl.load(row_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32), CAP)
+            if first_ptr is not None:
+                x += tl.where(start + lanes < first, 0.0, log_count)
             x = tl.where(inside, x, -1e30)
             higher = tl.maximum(highest, tl.max(x, axis=0))
             sums = sums * tl.exp(highest - higher) + tl.exp(x - higher)
@@ -209,7 +272,10 @@ if triton is not None:
         for start in range(0, vocab_size, BLOCK):
             inside = start + lanes < vocab_size
             x = _capped(tl.load(row_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32), CAP)
-            gradient = tl.exp(x - log_sum) - tl.where(start + lanes == target, 1.0, 0.0)
+            raised = x
+            if first_ptr is not None:
+                raised += tl.where(start + lanes < first, 0.0, log_count)
+            gradient = tl.exp(raised - log_sum) - tl.where(start + lanes == target, 1.0, 0.0)
             gradient = gradient * (1 - (x / CAP) * (x / CAP)) if CAP != 0.0 else gradient
             gradient = tl.where(counts, gradient * SCALE, 0.0)
             tl.store(to_ptr + start + lanes, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)

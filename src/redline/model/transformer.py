@@ -31,7 +31,7 @@ from redline.model import kernels
 from redline.model.attention.packed import Packing, over_copies
 from redline.model.attention.softmax import rope_table
 from redline.model.attention.variants import VARIANTS, Attend
-from redline.model.cross_entropy import Reduction, capped, linear_cross_entropy
+from redline.model.cross_entropy import Candidates, Reduction, capped, linear_cross_entropy
 from redline.plan.arithmetic import parameters
 from redline.record.units import format_bytes
 
@@ -221,12 +221,13 @@ class Transformer(nn.Module):
         targets_BT: Tensor | None = None,
         *,
         packing: Packing | None = None,
+        candidates: Candidates | None = None,
         reduction: Reduction = "sum",
         through: Through | None = None,
     ) -> Tensor:
         """Logits; or, with targets, their losses in fp32, summed or (`reduction="none"`) shaped
         like the targets, 0 where the target is IGNORED. With a packing the batch is one row, and targets
-        belong to the positions that it reads. `through`: a learning rule's way through the blocks."""
+        belong to the positions that it reads. `candidates`: the tokens of the softmax, if not all. `through`: a learning rule's way through the blocks."""
         x = self.hidden(tokens_BT, packing, through)
         if packing is not None and packing.read_A is not None:
             x = x.index_select(1, packing.read_A)
@@ -234,12 +235,12 @@ class Transformer(nn.Module):
             return self.head(x)
         work = [x.flatten(0, 1), targets_BT.flatten()]
         if self.loss_chunks == 1:
-            losses = self._loss(reduction, *work)
+            losses = self._loss(reduction, candidates, *work)
         else:
             chunks = zip(*(part.chunk(self.loss_chunks) for part in work), strict=True)
             recomputed = functools.partial(checkpoint, self._loss, use_reentrant=False)
             loss = recomputed if torch.is_grad_enabled() else self._loss
-            each = [loss(reduction, *chunk) for chunk in chunks]
+            each = [loss(reduction, candidates, *chunk) for chunk in chunks]
             losses = torch.stack(each).sum() if reduction == "sum" else torch.cat(each)
         # FSDP2 wants no view from a module: an operation in place on it would drop its hook
         return losses if reduction == "sum" else losses.view_as(targets_BT).clone()
@@ -282,9 +283,18 @@ class Transformer(nn.Module):
             return None
         return self.values(tokens).to(self.compute_dtype).unflatten(-1, (self.config.kv_heads, -1))
 
-    def _loss(self, reduction: Reduction, x_ND: Tensor, targets_N: Tensor) -> Tensor:
-        how, cap = self.cross_entropy, self.config.logit_cap
-        return linear_cross_entropy(x_ND, self.head.weight, targets_N, how=how, reduction=reduction, cap=cap)
+    def _loss(
+        self, reduction: Reduction, candidates: Candidates | None, x_ND: Tensor, targets_N: Tensor
+    ) -> Tensor:
+        return linear_cross_entropy(
+            x_ND,
+            self.head.weight,
+            targets_N,
+            how=self.cross_entropy,
+            reduction=reduction,
+            cap=self.config.logit_cap,
+            candidates=candidates,
+        )
 
 
 def build_model(

@@ -151,6 +151,11 @@ CONDITIONS: dict[str, Need] = {
         None if recipe.train.batch_size > 1 else "the batch is 1 sequence: it cannot be cut"
     ),
     "a batch to quarter": _batch_to_quarter,
+    "a vocabulary to sample": lambda recipe, *_: (
+        None
+        if recipe.model.vocab_size >= 49_152
+        else "24,576 candidates would be more than half of the vocabulary"
+    ),
 }
 """What an entry may need: each says why a recipe or a machine does not give it, or None."""
 

@@ -61,13 +61,19 @@ def adapter_parameters(model: ModelConfig, lora: LoraConfig) -> int:
 
 
 def flops_per_token(
-    model: ModelConfig, seq_len: int, lora: LoraConfig | None = None, dfa: DfaConfig | None = None
+    model: ModelConfig,
+    seq_len: int,
+    lora: LoraConfig | None = None,
+    dfa: DfaConfig | None = None,
+    candidates: int = 0,
 ) -> int:
     """Training FLOPs of one token, PaLM convention: 6 per matmul weight (4 if only adapters learn) and 12 L d T for
-    attention. Feedback alignment adds the products with its matrices; running its blocks twice does not count."""
+    attention. Of the output head only the rows of `candidates` count, if it has some. Feedback alignment adds the products
+    with its matrices; running its blocks twice does not count."""
     attention = attention_flops(model, seq_len) + (2 * feedback_weights(model, dfa) if dfa else 0)
     if lora is None:
-        return 6 * parameters(model).matmul + attention
+        left_out = (model.vocab_size - candidates) * model.hidden_size if candidates else 0
+        return 6 * (parameters(model).matmul - left_out) + attention
     return 4 * parameters(model).matmul + 6 * adapter_parameters(model, lora) + attention
 
 
@@ -233,7 +239,9 @@ def memory(
     learning = count.total if lora is None else adapter_parameters(model, lora)
     states = 8 * learning - (4 * count.hidden if recipe.train.optimizer == "muon" and lora is None else 0)
     fused_loss = values["cross_entropy"] != "torch"  # in FP8, two copies of half the size
-    head = _head_bytes(model, tokens, precision, values["loss_chunks"], fused_loss)
+    head = _head_bytes(
+        model, tokens, precision, values["loss_chunks"], fused_loss, recipe.train.softmax_candidates
+    )
     block = tokens * _block_temporaries(model, precision, recompute, fused)
     below = feedback_blocks(model, dfa) if dfa else 0
     activations = tokens * (model.num_layers - below) * kept_bytes(model, precision, recompute, fused)
@@ -343,12 +351,16 @@ def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute,
     return gradients + (0 if recompute == "none" else kept_bytes(model, precision, "none", fused))
 
 
-def _head_bytes(model: ModelConfig, tokens: int, precision: str, chunks: int, fused: bool) -> int:
+def _head_bytes(
+    model: ModelConfig, tokens: int, precision: str, chunks: int, fused: bool, candidates: int = 0
+) -> int:
     """Logits and gradient (one copy if fused, else three, two in fp32, and a third where they are capped), the last
-    hidden states with gradients, and the head's weight with its own."""
-    a, V, D = BYTES[precision], model.vocab_size, model.hidden_size
+    hidden states with gradients, and the head's weight with its own. The rows of candidates are gathered in fp32, and so
+    is their gradient."""
+    a, V, D = BYTES[precision], candidates or model.vocab_size, model.hidden_size
     logits = -(-tokens // chunks) * V * (a if fused else a + (12 if model.logit_cap else 8))
-    return logits + tokens * D * 4 * a + (2 * a * V * D if a == 2 else 4 * V * D)
+    gathered = 8 * V * D if candidates else 0
+    return logits + tokens * D * 4 * a + (2 * a * V * D if a == 2 else 4 * V * D) + gathered
 
 
 def validation_bytes(model: ModelConfig, values: Mapping[str, Any], tokens: int) -> int:

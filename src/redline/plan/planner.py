@@ -201,11 +201,8 @@ class _Decider:
         if not self.pretraining and self.recipe.rl is None:
             return _rule("off", "inside a captured update compiled blocks measured 0.59x (docs/claims.md)")
         rate, train = self.hardware.rate_tflops(self.chosen["precision"]), self.recipe.train
-        longest, filled = longest_row(self.recipe), 1.0 if self.pretraining else ROLLOUT_SHARE
-        a_token = arithmetic.flops_per_token(
-            self.recipe.model, longest, self.recipe.lora, dfa=self.recipe.feedback
-        )
-        flops = a_token * self.recipe.rows_per_step * longest * filled * train.steps
+        tokens = self.recipe.rows_per_step * longest_row(self.recipe)
+        flops = self._flops_per_token() * tokens * train.steps * (1.0 if self.pretraining else ROLLOUT_SHARE)
         run_s = flops / (0.3 * 1e12 * rate * self.world_size) if rate else float("inf")
         if train.max_hours is not None:
             run_s = min(run_s, train.max_hours * 3600)
@@ -423,11 +420,15 @@ class _Decider:
             chosen = _rule(most, "all answers of a step together" if whole else few)
         return bounded_slots(chosen, self.outside, pin=self._pin("slots"))
 
+    def _flops_per_token(self) -> int:
+        its = self.recipe
+        how = (its.lora, its.feedback, its.train.softmax_candidates)
+        return arithmetic.flops_per_token(its.model, longest_row(its), *how)
+
     def prediction(self) -> Prediction:
         values = self.chosen
         parts = predicted_memory(self.recipe, self.hardware, self.world_size, values)
-        model, how = self.recipe.model, (self.recipe.lora, self.recipe.feedback)
-        flops = arithmetic.flops_per_token(model, longest_row(self.recipe), *how)
+        flops = self._flops_per_token()
         rate, speed = self.hardware.rate_tflops(values["precision"]), None
         if self.pretraining:  # a pass of packed examples has no length until they are read
             speed = attainable_tokens_per_s(self.recipe, self.hardware, self.world_size, values)

@@ -117,23 +117,24 @@ def roofline_tokens_per_s(
         once_more += 6 * learning
     fp8_head = values["cross_entropy"] == "fp8"
     head = (hardware.rate_tflops("fp8") if fp8_head else None) or dense
-    products = (each * count.hidden + once_more) / rate + each * (count.matmul - count.hidden) / head
+    rows = recipe.train.softmax_candidates or model.vocab_size
+    products = (each * count.hidden + once_more) / rate + each * rows * model.hidden_size / head
     if model.attention == "favor":
         pairs, share = arithmetic.attention_flops(model, T), FAVOR_SHARE[hardware.kind]
     else:  # half of the square: causal
         pairs = arithmetic.attention_flops(model, T) // 2
         share = ATTENTION_SHARE[hardware.kind][model.head_size >= 128]
     attention = again * pairs / (share * dense * 1e12)
-    moved = again * _moved_bytes(model, values["precision"])
-    moved += fp8_head * model.vocab_size  # half of the write is saved, and the gradient transposed
+    moved = again * _moved_bytes(model, values["precision"], rows)
+    moved += fp8_head * rows  # half of the write is saved, and the gradient transposed
     update = 40 * learning / (recipe.rows_per_update * T)  # clip, AdamW: 10 passes of 4 bytes
     traffic = (moved + update) / (COPY_SHARE[hardware.kind] * bandwidth)
     return world_size / (products / 1e12 + attention + traffic)
 
 
-def _moved_bytes(model: ModelConfig, precision: str) -> float:
+def _moved_bytes(model: ModelConfig, precision: str, rows: int) -> float:
     """Bytes per token that element-wise work moves: norms, activation, residuals, rotation, three passes over the
-    logits, and FP8's quantisation."""
+    logits (of so many rows of the head), and FP8's quantisation."""
     a, D = arithmetic.BYTES[precision], model.hidden_size
     width, kv_width = model.num_heads * model.head_size, model.kv_heads * model.head_size
     inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)
@@ -142,7 +143,7 @@ def _moved_bytes(model: ModelConfig, precision: str) -> float:
     # amax, cast and transposed cast: 7 bytes for each element of inputs and output gradients
     if precision == "fp8":
         block += 7 * ((2 * D + width + model.ffn_size) + (width + 2 * kv_width + 2 * D + inner))
-    return float(model.num_layers * block + a * 3 * model.vocab_size)
+    return float(model.num_layers * block + a * 3 * rows)
 
 
 # ---- generation ----

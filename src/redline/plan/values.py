@@ -86,7 +86,8 @@ def _sides(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
 
 
 def _head_sides(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
-    return _fp8_sides({"vocab_size": recipe.model.vocab_size, "hidden_size": recipe.model.hidden_size})
+    sides = {"vocab_size": recipe.model.vocab_size, "hidden_size": recipe.model.hidden_size}
+    return _fp8_sides(sides | {"softmax_candidates": recipe.train.softmax_candidates})
 
 
 def _fp8_sides(sides: dict[str, int]) -> str | None:

@@ -33,6 +33,7 @@ from redline.config.dfa import DfaConfig
 from redline.config.recipe import IGNORED, ModelConfig, Recipe
 from redline.model.attention.packed import Packing
 from redline.model.attention.variants import Attend
+from redline.model.cross_entropy import Candidates
 from redline.model.transformer import Block, Transformer
 from redline.plan.arithmetic import (
     FEEDBACK_LOGITS,
@@ -123,8 +124,15 @@ class FeedbackAlignment:
                 prefetch([block])
 
     def learn(
-        self, model: Transformer, tokens: Tensor, targets: Tensor, packing: Packing | None = None
+        self,
+        model: Transformer,
+        tokens: Tensor,
+        targets: Tensor,
+        packing: Packing | None = None,
+        candidates: Candidates | None = None,
     ) -> Pass:
+        assert candidates is None, "config/rules.py refuses them: the error fed back is that of all logits"
+
         def run(weight: float | Tensor, mark: Mark) -> Numbers:
             sweep = _Sweep(self, model, targets, packing, weight)
             loss = model(tokens, targets, packing=packing, through=sweep.through)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from redline.config.recipe import IGNORED, Recipe
 from redline.data.loader import Batch as SequenceBatch
+from redline.model.cross_entropy import Candidates
 from redline.model.transformer import Transformer
 from redline.plan.plan import Plan
 from redline.train.open_run import OpenRun
@@ -105,6 +106,8 @@ class Grid:
     rows: int
     """Of one pass."""
     length: int
+    candidates: int = 0
+    """Words of the candidates of its softmax; 0: it is taken over the whole vocabulary."""
 
     @property
     def tokens(self) -> int:
@@ -112,8 +115,8 @@ class Grid:
 
     @property
     def sizes(self) -> list[int]:
-        """Inputs and targets."""
-        return [self.tokens, self.tokens]
+        """Inputs, targets, candidates."""
+        return [self.tokens, self.tokens, self.candidates]
 
 
 class Sequences:
@@ -126,28 +129,37 @@ class Sequences:
     def passes(self, learner: Learner, batch: SequenceBatch) -> Iterable[Pass]:
         device, model = learner.process.device, learner.model
         inputs, targets = (t.to(device, non_blocking=True) for t in (batch.inputs_BT, batch.targets_BT))
+        some = None if batch.candidates is None else batch.candidates.to(device, non_blocking=True)
         learner.mark("copy_s")
         for x_BT, y_BT in zip(inputs.split(self.pass_size), targets.split(self.pass_size), strict=True):
-            yield learner.rule.learn(model, x_BT, y_BT)
+            yield learner.rule.learn(model, x_BT, y_BT, candidates=candidates_of(some))
 
     def shapes_from(self, batch: SequenceBatch) -> list[Grid]:
         """One: while a batch ramps up, the next shape is captured when it comes."""
-        return [Grid(batch.rows // self.pass_size, self.pass_size, batch.inputs_BT.shape[1])]
+        candidates = 0 if batch.candidates is None else len(batch.candidates)
+        return [Grid(batch.rows // self.pass_size, self.pass_size, batch.inputs_BT.shape[1], candidates)]
 
     def passes_of(self, shape: Grid) -> int:
         return shape.passes
 
     def rows(self, batch: SequenceBatch) -> list[tuple[NDArray[np.int32], Grid]]:
         (shape,) = self.shapes_from(batch)
+        some = [] if batch.candidates is None else [batch.candidates]
         parts = zip(batch.inputs_BT.split(shape.rows), batch.targets_BT.split(shape.rows), strict=True)
-        return [(torch.cat([x_BT, y_BT]).int().flatten().numpy(), shape) for x_BT, y_BT in parts]
+        return [
+            (torch.cat([x_BT.int().flatten(), y_BT.int().flatten(), *some]).numpy(), shape)
+            for x_BT, y_BT in parts
+        ]
 
     def blank(self, shape: Grid) -> NDArray[np.int32]:
-        return np.repeat(np.array([0, IGNORED], dtype=np.int32), shape.tokens)
+        return np.repeat(np.array([0, IGNORED, 0], dtype=np.int32), shape.sizes)
 
     def row_pass(self, learner: Learner, words: torch.Tensor, shape: Grid) -> Pass:
-        x_BT, y_BT = words.view(2, shape.rows, shape.length).unbind()
-        return learner.rule.learn(learner.model, x_BT, y_BT.long())
+        x, y, some = words.split(shape.sizes)
+        x_BT, y_BT = (part.view(shape.rows, shape.length) for part in (x, y))
+        return learner.rule.learn(
+            learner.model, x_BT, y_BT.long(), candidates=candidates_of(some if shape.candidates else None)
+        )
 
     def shrink(self) -> bool:
         half = max(1, self.pass_size // 2)
@@ -157,6 +169,11 @@ class Sequences:
 
     def facts(self, batch: SequenceBatch) -> dict[str, float]:
         return {}
+
+
+def candidates_of(words: torch.Tensor | None) -> Candidates | None:
+    """From the words of data/candidates.py."""
+    return None if words is None else Candidates(words[:-1], words[-1])
 
 
 class Executor(Protocol):

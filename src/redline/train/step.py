@@ -21,6 +21,7 @@ from torch import Tensor
 
 from redline.errors import TrainingError
 from redline.model.attention.packed import Packing
+from redline.model.cross_entropy import Candidates
 from redline.model.flat import as_one
 from redline.model.transformer import Transformer
 from redline.train.process import Process, full, is_spread
@@ -57,15 +58,25 @@ class Rule(Protocol):
     """A learning rule: how a pass of language modelling comes by its gradients."""
 
     def learn(
-        self, model: Transformer, tokens: Tensor, targets: Tensor, packing: Packing | None = None
+        self,
+        model: Transformer,
+        tokens: Tensor,
+        targets: Tensor,
+        packing: Packing | None = None,
+        candidates: Candidates | None = None,
     ) -> Pass: ...
 
 
 class BackPropagation:
     def learn(
-        self, model: Transformer, tokens: Tensor, targets: Tensor, packing: Packing | None = None
+        self,
+        model: Transformer,
+        tokens: Tensor,
+        targets: Tensor,
+        packing: Packing | None = None,
+        candidates: Candidates | None = None,
     ) -> Pass:
-        return backpropagated(partial(model, tokens, targets, packing=packing))
+        return backpropagated(partial(model, tokens, targets, packing=packing, candidates=candidates))
 
 
 class Combination(Protocol):

@@ -388,8 +388,8 @@ def mfu(row: AblationRow, recipe: Recipe, hardware: Hardware) -> float | None:
     peak = hardware.peak_tflops.get("bf16")
     if row.tokens_per_s is None or peak is None:
         return None
-    flops = THIRDS_OF_TRAINING[row.workload] / 3 * flops_per_token(recipe.model, longest_row(recipe))
-    return row.tokens_per_s * flops / (peak * 1e12)
+    a_token = flops_per_token(recipe.model, longest_row(recipe), candidates=recipe.train.softmax_candidates)
+    return row.tokens_per_s * THIRDS_OF_TRAINING[row.workload] / 3 * a_token / (peak * 1e12)
 
 
 def brief(row: AblationRow) -> str:

@@ -34,6 +34,7 @@ from redline.finetune import check_result, job_of, prepare
 from redline.measure.child import synchronize
 from redline.measure.training import TrainingSubject
 from redline.measure.trial import train_trial
+from redline.model.cross_entropy import Candidates
 from redline.model.lora import add_lora
 from redline.model.transformer import Transformer, build_model, weights_of
 from redline.plan.bounds import Outside
@@ -45,6 +46,7 @@ from redline.rl.policy import Policy
 from redline.train.execution import COMPUTE_DTYPE, plain_fp32
 from redline.train.feedback import rule_of
 from redline.train.loop import Trainer
+from redline.train.objective import candidates_of
 from redline.train.packed import Example, Packed
 from redline.train.process import Process
 from redline.train.restore import open_weights
@@ -167,7 +169,7 @@ def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Say) -> Case:
     waited_share = (trainer.source.waited_s - waited_s) / (time.perf_counter() - began_s)
     graphs = graphs_before, counters["stats"]["unique_graphs"]
     progress("profiling a pass and an update")
-    batch, rows, head_rows = _first_pass(trainer)
+    batch, rows, head_rows, candidates = _first_pass(trainer)
     targets = sum(int((y_T != IGNORED).sum()) for _, y_T in rows)
     learner = replace(trainer.learner, mark=lambda phase: None)
     up = learner.scale.value if learner.scale else 1.0  # as in training, or small gradients become 0
@@ -178,7 +180,7 @@ def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Say) -> Case:
     gradients = {name: p.grad / up for name, p in model.named_parameters() if p.grad is not None}
     seen = Numbers(float(loss) / targets, gradients)
     model.zero_grad(set_to_none=True)
-    expected = _reference(recipe, model, rows, targets)
+    expected = _reference(recipe, model, rows, targets, candidates)
     rule = None
     if recipe.feedback is not None:
         plain = replace(recipe, train=replace(recipe.train, rule="backprop"))
@@ -191,14 +193,16 @@ def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Say) -> Case:
     )
 
 
-def _first_pass(trainer: Trainer) -> tuple[Any, list[tuple[Tensor, Tensor]], int]:
-    """A batch; tokens and targets of each sequence of its first pass; and the positions the head computes in it."""
+def _first_pass(trainer: Trainer) -> tuple[Any, list[tuple[Tensor, Tensor]], int, Candidates | None]:
+    """A batch; tokens and targets of each sequence of its first pass; the positions the head computes in it; and the
+    candidates of its softmax."""
     batch, objective, device = trainer.source.next(), trainer.objective, trainer.process.device
     if not isinstance(objective, Packed):
         inputs, targets = (t[: objective.pass_size].to(device) for t in (batch.inputs_BT, batch.targets_BT))
-        return batch, list(zip(inputs, targets, strict=True)), targets.numel()
+        candidates = candidates_of(None if batch.candidates is None else batch.candidates.to(device))
+        return batch, list(zip(inputs, targets, strict=True)), targets.numel(), candidates
     rows = [_alone(example, device) for example in batch.examples[: objective.pass_size]]
-    return batch, rows, objective.rows(batch)[0][1].answers
+    return batch, rows, objective.rows(batch)[0][1].answers, None
 
 
 def _alone(example: Example, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -211,7 +215,11 @@ def _alone(example: Example, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _reference(
-    recipe: Recipe, model: Transformer, rows: Sequence[tuple[Tensor, Tensor]], targets: int
+    recipe: Recipe,
+    model: Transformer,
+    rows: Sequence[tuple[Tensor, Tensor]],
+    targets: int,
+    candidates: Candidates | None = None,
 ) -> Numbers:
     """Mean loss and gradients in fp32, one sequence at a time so that explicit attention fits."""
     reference = build_model(model.config, device=rows[0][0].device, seed=0)
@@ -224,8 +232,8 @@ def _reference(
     rule = rule_of(recipe, reference)
     with plain_fp32():
         for x_T, y_T in rows:
-            loss = rule.learn(reference, x_T[None], y_T[None]).run(1 / targets, lambda phase: None)["loss"]
-            total += float(loss) / targets
+            one = rule.learn(reference, x_T[None], y_T[None], candidates=candidates)
+            total += float(one.run(1 / targets, lambda phase: None)["loss"]) / targets
     return Numbers(total, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
 
 
