@@ -50,6 +50,26 @@ def test_values_and_gradients_equal_the_reference(
         assert (ours.double() - theirs).norm() / theirs.norm() < 1e-2
 
 
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.parametrize("candidates", [300, 512])
+def test_a_softmax_over_candidates_is_its_definition(candidates: int, cap: float) -> None:
+    """As the CPU's is in float64; here the logits are rounded to bf16."""
+    its = head_rounding.work(candidates=candidates)
+    x = its.x.cuda().bfloat16().requires_grad_()
+    weight = its.weight.cuda().float().requires_grad_()
+    how = {"reduction": "none", "cap": cap, "candidates": its.some("cuda")}
+    losses = linear_cross_entropy(x, weight, its.targets.cuda(), how="fused", **how)
+    losses.backward(its.factors.cuda().float())
+    x64, w64 = its.x.clone().requires_grad_(), its.weight.clone().requires_grad_()
+    reference = its.losses(x64 @ w64.T, cap)
+    reference.backward(its.factors)
+    torch.testing.assert_close(losses.cpu().double(), reference, rtol=2e-2, atol=2e-2)
+    for ours, theirs in ((x.grad, x64.grad), (weight.grad, w64.grad)):
+        assert ours is not None
+        assert theirs is not None
+        assert (ours.cpu().double() - theirs).norm() / theirs.norm() < 1e-2
+
+
 def test_all_targets_ignored_gives_zero_and_zero_gradient() -> None:
     x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
     weight = torch.randn(100, 64, device="cuda").requires_grad_()

@@ -84,10 +84,18 @@ def test_losses_stay_in_the_band_of_fp32(
         ("train.optimizer=adamw", "train.embed_lr=1e-3"),
         ("train.optimizer=muon", "train.muon_warmup_steps=10", "plan.micro_batch=16"),
         ("train.optimizer=muon", "plan.cross_entropy=fp8"),
+        ("train.optimizer=muon", "plan.cross_entropy=fp8", "train.softmax_candidates=1984"),
         ("plan.update=foreach", "plan.recompute=full", "plan.loss_chunks=4"),
         ("train.optimizer=muon", "train.batch_ramp_steps=5", "plan.micro_batch=8"),
     ],
-    ids=["adamw", "muon, two passes", "muon, fp8 head", "foreach, recomputed", "a ramp of the batch"],
+    ids=[
+        "adamw",
+        "muon, two passes",
+        "muon, fp8 head",
+        "candidates",
+        "foreach, recomputed",
+        "a ramp of the batch",
+    ],
 )
 def test_a_captured_run_trains_like_an_eager_one(tmp_path: Path, how: tuple[str, ...], compile: str) -> None:
     """Validations, checkpoints and an end by resuming among them."""
@@ -171,6 +179,7 @@ def test_out_of_memory_shrinks_the_pass_and_keeps_the_batch(tmp_path: Path, grap
         ("llama-350m", ("plan.micro_batch=16",)),
         ("llama-350m", ("plan.micro_batch=16", "plan.recompute=selective")),
         ("llama-124m-muon", ("plan.micro_batch=32",)),
+        ("gpt2-124m", ("plan.micro_batch=32", "train.softmax_candidates=24576")),
         # one pass: gradients and activations do not meet
         ("gpt2-124m", ("plan.micro_batch=32", "train.batch_size=32")),
     ],

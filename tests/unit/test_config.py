@@ -394,7 +394,8 @@ def test_a_cadence_is_no_part_of_the_training(minimal, key):
     [
         ("train.steps=7", True), ("train.seed=3", True), ("train.lr=2", True), ("train.checkpoint_every=3", True),
         ("train.batch_size=16", False), ("data.seq_len=16", False), ("model.num_layers=3", False),
-        ("train.optimizer=muon", False), ("train.clip_norm=0", False), ("data.stream=true", False),
+        ("train.optimizer=muon", False),
+        ("train.softmax_candidates=32", False), ("train.clip_norm=0", False), ("data.stream=true", False),
         ("train.rule=dfa", False), ("dfa.depth=layer", True), ("train.orthogonality_warmup_steps=9", True),
     ],
 )  # fmt: skip

@@ -335,6 +335,8 @@ class Recipe:
         update |= asdict(self.feedback) if self.feedback else {}
         if self.train.orthogonality:  # more work, and while it warms up none that a CUDA graph can repeat
             update["orthogonality_warms_up"] = self.train.orthogonality_warmup_steps > 0
+        if self.train.softmax_candidates:
+            update["softmax_candidates"] = self.train.softmax_candidates
         clips, lora = self.train.clip_norm > 0, asdict(self.lora) if self.lora else None
         data = {"seq_len": self.data.seq_len, "stream": self.data.stream}
         sized = ("algorithm", "group_size", "max_prompt_tokens", "max_new_tokens", "updates_per_rollout")

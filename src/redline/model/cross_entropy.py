@@ -64,6 +64,12 @@ Sample = tuple[Tensor, Tensor]
 raised by it."""
 
 
+class _How(NamedTuple):
+    summed: bool
+    cap: float
+    sample: Sample | None
+
+
 def capped(logits: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -85,15 +91,15 @@ def linear_cross_entropy(
         targets_N = candidates.places(targets_N, len(weight_VD))
         sample = candidates.sample(len(weight_VD))
         weight_VD = weight_VD.index_select(0, candidates.tokens_K)
-    weight_VD = weight_VD.to(x_ND.dtype)
+    weight_VD, rest = weight_VD.to(x_ND.dtype), _How(reduction == "sum", cap, sample)
     if how == "fused":
-        fused: Tensor = _Fused.apply(x_ND, weight_VD, targets_N, reduction == "sum", cap, sample)
+        fused: Tensor = _Fused.apply(x_ND, weight_VD, targets_N, rest)
         return fused
     if how == "fp8":
         count, extra = len(x_ND), -len(x_ND) % FP8_MULTIPLE
         if extra:
             x_ND, targets_N = F.pad(x_ND, (0, 0, 0, extra)), F.pad(targets_N, (0, extra), value=IGNORED)
-        loss: Tensor = _Fp8.apply(x_ND, weight_VD, targets_N, reduction == "sum", cap, sample)
+        loss: Tensor = _Fp8.apply(x_ND, weight_VD, targets_N, rest)
         return loss[:count] if loss.ndim else loss
     logits_NV = _raised(capped(F.linear(x_ND, weight_VD).float(), cap), sample)
     return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction=reduction)
@@ -109,19 +115,11 @@ def _raised(logits_NV: Tensor, sample: Sample | None) -> Tensor:
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_ND: Tensor,
-        weight_VD: Tensor,
-        targets_N: Tensor,
-        summed: bool,
-        cap: float,
-        sample: Sample | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, how: _How) -> Tensor:
         logits_NV = F.linear(x_ND, weight_VD)
-        losses_N = losses_by_kernel(logits_NV, targets_N, logits_NV, cap, sample)
+        losses_N = losses_by_kernel(logits_NV, targets_N, logits_NV, how.cap, how.sample)
         ctx.save_for_backward(x_ND, weight_VD, logits_NV)
-        return losses_N.sum() if summed else losses_N
+        return losses_N.sum() if how.summed else losses_N
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -129,9 +127,9 @@ class _Fused(torch.autograd.Function):
         factor = grad[:, None] if grad.ndim else grad
         dx_ND = ((dlogits_NV @ weight_VD) * factor).to(x_ND.dtype)
         if not ctx.needs_input_grad[1]:  # a frozen head: a third of the head's work
-            return dx_ND, *[None] * 5
+            return dx_ND, None, None, None
         # The factor goes onto the small operand before the sum over tokens, which could overflow fp16 without it.
-        return dx_ND, dlogits_NV.T @ (x_ND * factor).to(x_ND.dtype), *[None] * 4
+        return dx_ND, dlogits_NV.T @ (x_ND * factor).to(x_ND.dtype), None, None
 
 
 class _Fp8(torch.autograd.Function):
@@ -139,15 +137,7 @@ class _Fp8(torch.autograd.Function):
     its transpose in the backward pass, and as all logits in bf16."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_ND: Tensor,
-        weight_VD: Tensor,
-        targets_N: Tensor,
-        summed: bool,
-        cap: float,
-        sample: Sample | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, how: _How) -> Tensor:
         (x8_ND, x_unit), (w8_VD, w_unit) = to_fp8(x_ND), to_fp8(weight_VD)
         gradient_NV = torch.empty(len(x_ND), len(weight_VD), device=x_ND.device, dtype=torch.float8_e5m2)
         row_losses = losses_by_kernel if x_ND.is_cuda else _losses_in_torch
@@ -156,13 +146,13 @@ class _Fp8(torch.autograd.Function):
         losses_N = torch.cat([
             # Only this sum is short enough for the tensor cores to keep it in fewer bits than fp32, at a higher rate.
             row_losses(
-                _product(x8, w8_VD, x_unit * w_unit, x_ND.dtype, fast=True), targets, gradient, cap, sample
+                _product(x8, w8_VD, x_unit * w_unit, x_ND.dtype, fast=True), targets, gradient, how.cap, how.sample
             )
             for x8, targets, gradient in halves
         ])  # fmt: skip
         ctx.dtype = x_ND.dtype
-        ctx.save_for_backward(x8_ND if summed else x_ND, x_unit, w8_VD, w_unit, gradient_NV)
-        return losses_N.sum() if summed else losses_N
+        ctx.save_for_backward(x8_ND if how.summed else x_ND, x_unit, w8_VD, w_unit, gradient_NV)
+        return losses_N.sum() if how.summed else losses_N
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -173,11 +163,11 @@ class _Fp8(torch.autograd.Function):
         if factor_N1 is not None:
             dx_ND = (dx_ND * factor_N1).to(ctx.dtype)
         if not ctx.needs_input_grad[1]:
-            return dx_ND, *[None] * 5
+            return dx_ND, None, None, None
         if factor_N1 is not None:
             x_ND, x_unit = to_fp8((x_ND * factor_N1).to(ctx.dtype))
         dw_VD = _product(transposed(gradient_NV), transposed(x_ND), x_unit * unit, ctx.dtype)
-        return dx_ND, dw_VD, *[None] * 4
+        return dx_ND, dw_VD, None, None
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
