@@ -49,6 +49,17 @@ def test_the_arm_of_plain_pytorch_trains(tmp_path: Path, nano: Nano, monkeypatch
     assert losses[-1] < losses[0], "the same batch again and again is learned"
 
 
+def test_peers_are_not_measured_beside_a_softmax_over_some_tokens(tmp_path: Path, nano: Nano) -> None:
+    facts, said = read_facts(), list[str]()
+    recipe = load_recipe(str(nano.recipe(tmp_path, "train.softmax_candidates=300")))
+    path = bench.bench_train(
+        [(recipe, ("plain", "hf"))], hardware_here(facts, None), facts, tmp_path / "out", blocks=1, steps_per_block=1,
+        progress=said.append,
+    )  # fmt: skip
+    assert all(line.endswith("train.softmax_candidates=0 compares the same work") for line in said)
+    assert path.read_text().count("| failed | not run: it would compute the whole softmax") == 2
+
+
 def test_an_arm_says_beforehand_what_it_will_do() -> None:
     recipe = load_recipe("gpt2-124m")
     plan = make_plan(recipe, hardware_as("h100-80g", 8))

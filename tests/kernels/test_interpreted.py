@@ -61,9 +61,14 @@ def loss() -> tuple[list[Tensor], list[Tensor]]:
     """Of the whole vocabulary and of candidates, capped and not, beside torch's own."""
     targets = torch.tensor([3, IGNORED, 0, 40, 3])
     some = Candidates(torch.tensor([0, 3, 40, 7, 99, 12]), torch.tensor(3, dtype=torch.int32))
+    # the kernel takes 2,048 columns at a time: the sample begins in the second piece and ends in the third
+    many = Candidates(torch.randperm(5000)[:4600].sort().values, torch.tensor(2500, dtype=torch.int32))
+    targets = torch.cat([targets, many.tokens_K[[2047, 2048, 2499]]])
+    some = some._replace(tokens_K=torch.cat([targets[targets != IGNORED].unique(), torch.tensor([7, 99])]))
+    some = some._replace(targets=torch.tensor(len(some.tokens_K) - 2, dtype=torch.int32))
     results: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for candidates, cap in itertools.product((None, some), (0.0, 5.0)):
-        x, weight, out = torch.randn(5, 16), torch.randn(100, 16), torch.randn(5)
+    for candidates, cap in itertools.product((None, some, many), (0.0, 5.0)):
+        x, weight, out = torch.randn(8, 16), torch.randn(5000, 16), torch.randn(8)
         for how, found in zip(("fused", "torch"), results, strict=True):
             inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
             losses = linear_cross_entropy(

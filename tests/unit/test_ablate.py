@@ -279,6 +279,21 @@ def test_another_training_is_measured_and_never_kept(tmp_path: Path) -> None:
     assert not row.kept
 
 
+def test_the_mfu_of_another_training_counts_what_it_computes(tmp_path: Path) -> None:
+    small = replace(RECIPE, train=replace(RECIPE.train, batch_size=32))
+    start, row = ablate(
+        small, "gpt2-124m", H200, tmp_path, only=("sampled-softmax",), minutes=1000, progress=lambda text: None,
+        children=Lab(lambda trial: measured(1.0)),
+    )[:2]  # fmt: skip
+    assert (start.tokens_per_s, row.name) == (row.tokens_per_s, "sampled-softmax")
+    whole, some = (
+        flops_per_token(small.model, small.data.seq_len, candidates=count) for count in (0, 24_576)
+    )
+    assert start.mfu
+    assert row.mfu == pytest.approx(start.mfu * some / whole)
+    assert some < whole
+
+
 def test_what_was_slower_is_tried_again_on_top_of_what_was_kept_after_it(tmp_path: Path) -> None:
     """bf16 costs time with explicit attention and pays with a kernel; recomputation does not pay at either
     time."""

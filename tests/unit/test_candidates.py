@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from redline.config.load import load_recipe
 from redline.config.recipe import ModelConfig
-from redline.data.candidates import draw
+from redline.data.candidates import MOST, draw
 from redline.data.loader import Loader
 from redline.data.shards import TokenDataset
-from redline.errors import ConfigError, DataError
+from redline.errors import ConfigError
 from redline.model.cross_entropy import Candidates, linear_cross_entropy
 from redline.model.transformer import Transformer, build_model
 from redline.plan.arithmetic import flops_per_token
@@ -53,7 +53,8 @@ def test_all_targets_are_candidates_and_the_sample_stands_for_the_rest(
     different = len(targets.unique())
     if different == vocab_size:
         return
-    size = data.draw(st.integers(different + 1, vocab_size))
+    fewest = different + -(-(vocab_size - different) // MOST)
+    size = data.draw(st.integers(fewest, vocab_size))
     found = drawn(targets, size, vocab_size, seed)
     assert len(found.tokens_K) == len(found.tokens_K.unique()) == size
     assert set(found.tokens_K[: int(found.targets)].tolist()) == set(targets.tolist())
@@ -89,9 +90,10 @@ def test_others_are_drawn_alike() -> None:
 def test_every_process_has_the_candidates_of_the_whole_update(world_size: int) -> None:
     dataset = TokenDataset("test", [np.arange(400) % 97], vocab_size=97, bytes_of_text=400)
 
-    def batches(rank: int, of: int, position: dict[str, int] | None = None) -> list[tuple[Tensor, Tensor]]:
+    def batches(rank: int, of: int, sequence: int = 0) -> list[tuple[Tensor, Tensor]]:
         loader = Loader(
-            dataset, batch_size=4, seq_len=8, seed=3, rank=rank, world_size=of, position=position, candidates=(64, 97)
+            dataset, batch_size=4, seq_len=8, seed=3, rank=rank, world_size=of, position={"sequence": sequence},
+            candidates=(64, 97),
         )  # fmt: skip
         try:
             taken = [loader.next() for _ in range(3)]
@@ -107,20 +109,24 @@ def test_every_process_has_the_candidates_of_the_whole_update(world_size: int) -
     for step, (targets, words) in enumerate(whole):
         assert torch.equal(torch.cat([part[step][0] for part in parts]), targets)
         assert all(torch.equal(part[step][1], words) for part in parts)
-    resumed = batches(0, 1, {"sequence": 4})
-    assert torch.equal(resumed[0][1], whole[1][1])
+        assert torch.equal(words, torch.from_numpy(draw(targets.numpy(), size=64, vocab_size=97, seed=3)))
+    assert torch.equal(batches(0, 1, sequence=4)[0][1], whole[1][1])
 
 
-def test_more_targets_than_candidates_are_refused() -> None:
-    with pytest.raises(DataError, match=r"has 5 different targets .* got train.softmax_candidates=5: raise"):
-        drawn(torch.arange(5), 5, 10)
+def test_a_sample_that_stands_for_too_many_is_refused() -> None:
+    drawn(torch.arange(5), 8, 53)  # 3 for 48
+    for size, left in ((7, 2), (5, 0), (3, 0)):
+        with pytest.raises(
+            ConfigError, match=rf"with 5 different targets: {left} would stand for 48 other.*--fork"
+        ):
+            drawn(torch.arange(5), size, 53)
 
 
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["train.softmax_candidates=1024"], r"needs .* a larger model.vocab_size \(got 1024\)"),
-        (["train.softmax_candidates=512", "train.rule=dfa"], "train.rule backprop"),
+        (["train.softmax_candidates=1024"], r"\(1024\) must be below model.vocab_size \(1024\)"),
+        (["train.softmax_candidates=512", "train.rule=dfa"], "got pretrain and dfa: leave it out"),
         (["train.softmax_candidates=-1"], "must not be negative"),
     ],
 )
@@ -191,6 +197,13 @@ def test_no_split_of_an_update_changes_it(tied: bool) -> None:
     loader = Loader(dataset, batch_size=4, seq_len=6, seed=0, candidates=(40, 61))
     batch = loader.next()
     loader.close()
+
+    def defined(model: Transformer) -> Tensor:
+        """The loss as head_rounding has it, of the model's own logits."""
+        targets = batch.targets_BT.flatten()
+        its = head_rounding.Work(*[torch.empty(61)] * 2, targets, torch.empty(0), candidates=40)
+        return its.losses(model(batch.inputs_BT).flatten(0, 1).double(), 0.0).mean().float()
+
     found = []
     for pass_size, chunks in ((4, 1), (1, 1), (2, 3)):
         model = build_model(replace(CONFIG, tie_embeddings=tied), device="cpu", seed=3)
@@ -204,6 +217,7 @@ def test_no_split_of_an_update_changes_it(tied: bool) -> None:
         passes = Sequences(pass_size=pass_size, share=4).passes(learner, batch)
         told = update(learner, passes, targets=float(batch.targets))
         found.append((told.numbers["loss"], gradients))
+        assert_close(told.numbers["loss"], defined(model), close=CLOSE_FP32)
     for loss, gradients in found[1:]:
         assert_close(loss, found[0][0], close=CLOSE_FP32)
         for name, gradient in found[0][1].items():

@@ -356,6 +356,10 @@ def test_every_change_of_the_training_makes_another_recipe_that_keeps_the_rules(
         find("batch-ramp").why_not(odd, H200)
         == "a quarter of 126 sequences is not a whole number of passes of 1"
     )
+    few = replace(recipe, train=replace(recipe.train, batch_size=64))
+    assert find("sampled-softmax").why_not(few, H200) is None
+    assert changes["sampled-softmax"](few).train.softmax_candidates == 24_576
+    assert "too many different targets" in (find("sampled-softmax").why_not(recipe, H200) or "")
     assert "more than half of the vocabulary" in (
         find("sampled-softmax").why_not(load_recipe("nano"), H200) or ""
     )

@@ -11,8 +11,13 @@ from redline import pretrain
 from redline.config.load import load_recipe
 from redline.config.recipe import Recipe
 from redline.data.build import build
+from redline.data.candidates import draw
 from redline.data.read import SHIPPED
 from redline.errors import DataError
+from redline.machine.facts import read_facts
+from redline.plan.hardware import hardware_here
+from redline.plan.planner import make_plan
+from redline.train.open_run import OpenRun
 from redline.train.process import Process
 
 ALONE = Process(0, 1, torch.device("cpu"))
@@ -35,6 +40,22 @@ def test_a_flipped_byte_in_a_shard_is_refused_at_the_start(recipe: Recipe, tmp_p
     shard.write_bytes(damaged)
     with pytest.raises(DataError, match=r"train-00000\.bin"):
         pretrain.open_corpus(recipe, tmp_path / "run", ALONE, None)
+
+
+def test_a_run_reads_the_candidates_of_its_recipe(recipe: Recipe, tmp_path: Path) -> None:
+    plan = make_plan(recipe, hardware_here(read_facts(), None))
+    for size in (0, 400):
+        its = replace(recipe, train=replace(recipe.train, softmax_candidates=size, seed=5))
+        corpus = pretrain.open_corpus(its, tmp_path / "run", ALONE, None)
+        source = pretrain.job_of(its, plan, corpus, ALONE, OpenRun()).source(None, 0)
+        batch = source.next()
+        source.close()
+        expected = draw(batch.targets_BT.numpy(), size=400, vocab_size=its.model.vocab_size, seed=5)
+        assert (
+            batch.candidates is None
+            if not size
+            else torch.equal(batch.candidates, torch.from_numpy(expected))
+        )
 
 
 def test_shards_too_large_to_hash_are_named(

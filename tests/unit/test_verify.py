@@ -83,6 +83,7 @@ def failed(found: dict[str, Check]) -> set[str]:
         ("plan.recompute=selective", "plan.loss_chunks=3", "plan.micro_batch=1"),
         ("train.optimizer=muon", "model.logit_cap=30", "model.value_embeddings=true"),
         ("train.batch_size=16", "train.batch_ramp_steps=3", "plan.micro_batch=2"),
+        ("train.softmax_candidates=200", "plan.micro_batch=2"),
         ("model.attention=favor", "model.features=16", "plan.recompute=full"),
         pytest.param(("plan.compile=default",), marks=pytest.mark.slow),
         pytest.param(("plan.compile=default", "plan.recompute=full"), marks=pytest.mark.slow),

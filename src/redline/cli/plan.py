@@ -149,9 +149,11 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
     why = plan.why
     rows = [(name, str(getattr(plan, name)), why[name].source, why[name].reason) for name in names]
     show(("value", "", "source", "reason"), rows)
+    some = recipe.train.softmax_candidates
+    head = f", the softmax over {some:,} tokens" if some else ""
     console.print(
         f"\n[bold]predicted[/bold] (arithmetic, not measured): {format_count(p.parameters)} parameters, "
-        f"{p.flops_per_token / 1e6:,.1f} MFLOP/token (6N + attention)"
+        f"{p.flops_per_token / 1e6:,.1f} MFLOP/token (6N + attention{head})"
     )
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in p.memory_parts_bytes.items() if size)
     there = plan.hardware.memory_bytes

@@ -121,9 +121,14 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
     ramped = f"train.batch_ramp_steps needs workload pretrain and a train.batch_size that is a multiple of {RAMP[0]}"
     divided = workload == "pretrain" and t.batch_size % RAMP[0] == 0
     yield not t.batch_ramp_steps or divided, f"{ramped}, got {workload} and {t.batch_size}: leave it out"
-    fewer = workload == "pretrain" and t.rule == "backprop" and t.softmax_candidates < m.vocab_size
-    some = f"train.softmax_candidates ({t.softmax_candidates}) needs workload pretrain, train.rule backprop and a"
-    yield not t.softmax_candidates or fewer, f"{some} larger model.vocab_size (got {m.vocab_size})"
+    some, sampled = f"train.softmax_candidates ({t.softmax_candidates})", bool(t.softmax_candidates)
+    plain = workload == "pretrain" and t.rule == "backprop"
+    needs = (
+        f"{some} needs workload pretrain and train.rule backprop, got {workload} and {t.rule}: leave it out"
+    )
+    yield not sampled or plain, needs
+    fewer = t.softmax_candidates < m.vocab_size
+    yield not sampled or fewer, f"{some} must be below model.vocab_size ({m.vocab_size}): 0 takes all tokens"
     held_out = t.eval_every == 0 or d.valid_fraction > 0
     yield held_out, "train.eval_every needs a validation split: give data.valid_fraction greater than 0"
     tokens = t.batch_size * d.seq_len

@@ -7,7 +7,7 @@ B: batch, T: sequence.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,13 @@ class Batch:
     """Where the next batch starts; a checkpoint after this batch holds it."""
     candidates: torch.Tensor | None = None
     """The words of those tokens over which the softmax is taken (data/candidates.py), if not over all."""
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """With its tensors elsewhere."""
+        some = self.candidates
+        return Batch(
+            move(self.inputs_BT), move(self.targets_BT), self.position, None if some is None else move(some)
+        )
 
     @property
     def rows(self) -> int:
@@ -112,15 +119,14 @@ class Loader:
     def _prepare(self, job: Job, own: slice) -> Batch:
         rows, position = job()
         inputs_BT, targets_BT = _shift(rows)
-        candidates = None
+        batch = Batch(inputs_BT, targets_BT, position)
         if self._candidates is not None:
             size, vocab_size = self._candidates
             words = draw(targets_BT.numpy(), size=size, vocab_size=vocab_size, seed=self._seed)
-            inputs_BT, targets_BT, candidates = inputs_BT[own], targets_BT[own], torch.from_numpy(words)
+            batch = Batch(inputs_BT[own], targets_BT[own], position, torch.from_numpy(words))
         if self._pin:
-            inputs_BT, targets_BT = inputs_BT.pin_memory(), targets_BT.pin_memory()
-            candidates = candidates.pin_memory() if candidates is not None else None
-        return Batch(inputs_BT, targets_BT, position, candidates)
+            batch = batch.moved(torch.Tensor.pin_memory)
+        return batch
 
 
 def valid_batches(

@@ -44,9 +44,9 @@ class Candidates(NamedTuple):
     so that a CUDA graph reads those of each update."""
 
     tokens_K: Tensor
-    """Ids, none twice: all targets, then a sample of the other tokens."""
+    """Ids, none twice: all targets of the update, then a sample of the other tokens."""
     targets: Tensor
-    """How many come first because they are targets."""
+    """How many are targets. Every target must be one of these."""
 
     def places(self, targets_N: Tensor, vocab_size: int) -> Tensor:
         """Where the targets are among the candidates."""
@@ -85,7 +85,7 @@ def linear_cross_entropy(
     candidates: Candidates | None = None,
 ) -> Tensor:
     """The cross entropies of `x @ weight.T` (capped) in fp32, or their sum; 0 where the target is IGNORED. With
-    candidates, which must hold all targets, the softmax is over their rows of the weight alone."""
+    candidates the softmax is over their rows of the weight alone."""
     sample = None
     if candidates is not None:
         targets_N = candidates.places(targets_N, len(weight_VD))

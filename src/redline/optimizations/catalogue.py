@@ -130,6 +130,17 @@ def _batch_to_quarter(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> s
     return None if whole else f"a quarter of {batch} sequences is not a whole number of passes of {micro}"
 
 
+def _vocabulary_to_sample(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
+    if recipe.model.vocab_size < 49_152:
+        return "24,576 candidates would be more than half of the vocabulary"
+    tokens = recipe.tokens_per_step
+    # English Wikipedia with GPT-2's tokenizer: 7,500 different targets in 2^15 tokens, 17,000 in 2^17, 23,600 in 2^18
+    few = tokens <= 2**17
+    return (
+        None if few else f"{tokens:,} tokens an update have too many different targets for 24,576 candidates"
+    )
+
+
 CONDITIONS: dict[str, Need] = {
     "softmax attention": needs_softmax,
     "cuda": needs_cuda,
@@ -151,11 +162,7 @@ CONDITIONS: dict[str, Need] = {
         None if recipe.train.batch_size > 1 else "the batch is 1 sequence: it cannot be cut"
     ),
     "a batch to quarter": _batch_to_quarter,
-    "a vocabulary to sample": lambda recipe, *_: (
-        None
-        if recipe.model.vocab_size >= 49_152
-        else "24,576 candidates would be more than half of the vocabulary"
-    ),
+    "a vocabulary to sample": _vocabulary_to_sample,
 }
 """What an entry may need: each says why a recipe or a machine does not give it, or None."""
 

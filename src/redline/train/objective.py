@@ -128,11 +128,11 @@ class Sequences:
 
     def passes(self, learner: Learner, batch: SequenceBatch) -> Iterable[Pass]:
         device, model = learner.process.device, learner.model
-        inputs, targets = (t.to(device, non_blocking=True) for t in (batch.inputs_BT, batch.targets_BT))
-        some = None if batch.candidates is None else batch.candidates.to(device, non_blocking=True)
+        there = batch.moved(lambda part: part.to(device, non_blocking=True))
         learner.mark("copy_s")
-        for x_BT, y_BT in zip(inputs.split(self.pass_size), targets.split(self.pass_size), strict=True):
-            yield learner.rule.learn(model, x_BT, y_BT, candidates=candidates_of(some))
+        parts = (part.split(self.pass_size) for part in (there.inputs_BT, there.targets_BT))
+        for x_BT, y_BT in zip(*parts, strict=True):
+            yield learner.rule.learn(model, x_BT, y_BT, candidates=candidates_of(there.candidates))
 
     def shapes_from(self, batch: SequenceBatch) -> list[Grid]:
         """One: while a batch ramps up, the next shape is captured when it comes."""

@@ -17,7 +17,7 @@ Left out: interactions of more than two changes.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +32,7 @@ from redline.plan.arithmetic import flops_per_token
 from redline.plan.plan import Hardware
 from redline.plan.predict import longest_row
 from redline.record.files import read_json, write_atomic
-from redline.tune.arms import CHANGES, Arms, Switches, UpdateArms, arms_for, naive, samples_of
+from redline.tune.arms import CHANGES, Arms, Switches, UpdateArms, arms_for, changed, naive, samples_of
 from redline.tune.candidates import differing
 from redline.tune.guard import guard, guard_logprobs
 from redline.tune.quality import Judge, Quality
@@ -116,8 +116,12 @@ def ablate(
                 judges = judge if judged(recipe, part) else None
                 waterfalls.append(_Waterfall(name, part, arms, recipe, hardware, turns, judges))
             # all lists before anything is left out: there may not be time for everything
-            for row in chain(*(w.apply() for w in waterfalls), *(w.leave_out() for w in waterfalls)):
-                rows.append(replace(row, mfu=mfu(row, recipe, hardware)))
+            applied, left_out = (
+                [zip(repeat(w), way(w)) for w in waterfalls]
+                for way in (_Waterfall.apply, _Waterfall.leave_out)
+            )
+            for waterfall, row in chain(*applied, *left_out):
+                rows.append(replace(row, mfu=mfu(row, waterfall.recipe_of(row), hardware)))
                 text = json.dumps([asdict(row) for row in rows], indent=1)
                 write_atomic(folder / "ablation.json", text + "\n")
                 turns.say(brief(row))
@@ -219,6 +223,12 @@ class _Waterfall:
         """Each of those kept, left out of the best."""
         for entry, before in self.kept:
             yield self._without(entry, before)
+
+    def recipe_of(self, row: AblationRow) -> Recipe:
+        """What ran: the recipe with the changes that were kept so far, and with the row's own."""
+        entry = catalogue.catalogue().get(row.name)
+        own = [row.name] if row.tokens_per_s is not None and entry is not None and entry.change else []
+        return changed(self.recipe, {CHANGES: (*self.state.get(CHANGES, ()), *own)})
 
     # ---- a row ----
 

@@ -198,9 +198,9 @@ def _first_pass(trainer: Trainer) -> tuple[Any, list[tuple[Tensor, Tensor]], int
     candidates of its softmax."""
     batch, objective, device = trainer.source.next(), trainer.objective, trainer.process.device
     if not isinstance(objective, Packed):
-        inputs, targets = (t[: objective.pass_size].to(device) for t in (batch.inputs_BT, batch.targets_BT))
-        candidates = candidates_of(None if batch.candidates is None else batch.candidates.to(device))
-        return batch, list(zip(inputs, targets, strict=True)), targets.numel(), candidates
+        there, size = batch.moved(lambda part: part.to(device)), objective.pass_size
+        rows = list(zip(there.inputs_BT[:size], there.targets_BT[:size], strict=True))
+        return batch, rows, there.targets_BT[:size].numel(), candidates_of(there.candidates)
     rows = [_alone(example, device) for example in batch.examples[: objective.pass_size]]
     return batch, rows, objective.rows(batch)[0][1].answers, None
 
