@@ -227,7 +227,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Logits; or, with targets, their losses in fp32, summed or (`reduction="none"`) shaped
         like the targets, 0 where the target is IGNORED. With a packing the batch is one row, and targets
-        belong to the positions that it reads. `candidates`: the tokens of the softmax, if not all. `through`: a learning rule's way through the blocks."""
+        belong to the positions that it reads. `candidates`: the tokens of the softmax, if not all.
+        `through`: a learning rule's way through the blocks."""
         x = self.hidden(tokens_BT, packing, through)
         if packing is not None and packing.read_A is not None:
             x = x.index_select(1, packing.read_A)
