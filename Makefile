@@ -82,7 +82,7 @@ kernels: .venv/dev .venv/triton
 	PYTHONPATH=.venv/triton $(PYTEST) tests/kernels
 
 slow: .venv/dev
-	$(PYTEST) $(PARALLEL) -m slow
+	$(PYTEST) $(PARALLEL) -m 'slow and not timing'
 
 numerics: .venv/dev
 	for aten in default avx2 avx512; do for onednn in AVX2 AVX512_CORE; do \
