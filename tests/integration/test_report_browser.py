@@ -145,6 +145,15 @@ def test_pointing_at_a_curve_tells_its_numbers_and_the_axis_can_be_changed(
     opened.page.close()
 
 
+def test_the_curves_of_different_trainings_are_drawn_by_time(chromium: Any, tmp_path: Path) -> None:
+    runs = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=50)])
+    write_page([RunView(run, place) for place, run in enumerate(runs)], tmp_path / "two.html")
+    opened = Opened(chromium, (tmp_path / "two.html").as_uri())
+    opened.page.locator("figure[data-chart=loss] .u-over").hover(position={"x": 40, "y": 40})
+    assert opened.page.inner_text("figure[data-chart=loss] .tip b").startswith("training time ")
+    opened.page.close()
+
+
 def test_pointing_at_an_update_tells_the_validation_before_it_and_when_it_was(
     chromium: Any, tmp_path: Path
 ) -> None:

@@ -301,11 +301,13 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
     assert "nano: lowest losses 2.0000, 2.0000; start-up 8.0, 8.0 s\n" in shown
     assert "nano-train.lr=1e-3: no run finished\n  a run failed: loss is nan at step 3\n" in shown
     assert (tmp_path / "a" / "report.html").exists()
-    long = "nano@train.lr=3e-3@train.batch_size=16"
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(to_toml(NANO))
+    long = "mine.toml@train.lr=3e-3@train.batch_size=16"
     assert main(["race", long, *sets, "--seeds", "1", "--out", str(tmp_path / "long")]) == 0
     shown = capsys.readouterr().out
     assert "   2  recipe 1  1 of 1  48.0" in shown
-    assert "recipe 1, nano-train.lr=3e-3-train.batch_size=16: lowest losses 2.0000;" in shown
+    assert "recipe 1, mine-train.lr=3e-3-train.batch_size=16: lowest losses 2.0000;" in shown
     train.slower = 2.0
     record = str(tmp_path / "a" / "race.json")
     assert main([*command, str(tmp_path / "b"), "--against", record, "--json"]) == 1

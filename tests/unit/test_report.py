@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from redline.record.units import fact
 from redline.report.ablation import ablation
 from redline.report.compare import Comparable, ratio
 from redline.report.figures import Summary, time_parts
+from redline.report.page import page
 from redline.report.series import curves
 from redline.report.view import RunView, accuracies, plan_rows, side_by_side
 
@@ -264,6 +266,13 @@ class TestComparison:
         assert "against the first" in dict(side_by_side([RunView(run) for run in read_runs(paths)]))
         (paths[1] / "recipe.toml").unlink()
         assert Comparable(read_runs(paths)).level == "no"
+
+    @pytest.mark.parametrize(("steps", "axis"), [(40, "step"), (50, "elapsed_s")])
+    def test_a_page_of_different_trainings_opens_by_time(self, tmp_path: Path, steps: int, axis: str) -> None:
+        runs = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=steps)])
+        shown = page([RunView(run, place) for place, run in enumerate(runs)])
+        assert re.findall(r'data-axis="(\w+)" aria-pressed="true"', shown) == [axis]
+        assert len(re.findall(r'data-axis="\w+" aria-pressed="false"', shown)) == 2
 
     def test_how_often_a_run_validates_and_saves_is_no_other_training(self, tmp_path: Path) -> None:
         paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b")]

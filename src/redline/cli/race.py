@@ -68,7 +68,8 @@ def _arm(text: str, sets: list[str]) -> race.Arm:
     recipe = load_recipe(name, [*sets, *own], say=status)
     if not recipe.model.is_shaped:
         raise ConfigError(f"{name}: a race is between models with a shape: give [model] in the recipe")
-    return race.Arm(re.sub(r"[^\w.=+-]+", "-", text.removesuffix(".toml")).strip("-."), recipe)
+    label = "@".join([name.removesuffix(".toml"), *own])
+    return race.Arm(re.sub(r"[^\w.=+-]+", "-", label).strip("-."), recipe)
 
 
 def _print(result: race.Result, folder: Path) -> None:

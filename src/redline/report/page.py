@@ -56,6 +56,7 @@ def assembled(
         "base-uri 'none'; form-action 'none'"
     )
     own = dict.fromkeys(name for run in drawn for name in run["curves"] if name not in CHARTS)
+    trainings = {shown.run.fingerprint for shown in runs}
     return _templates().get_template("page.html.j2").render(
         title=", ".join(run["label"] for run in drawn),
         policy=policy,
@@ -64,6 +65,7 @@ def assembled(
         runs=runs,
         live=live is not None,
         made_at=when(time.time()),
+        axis="elapsed_s" if len(trainings) > 1 else "step",  # updates of different trainings are different work
         version=__version__,
         data=_json({"charts": [*map(_chart, (*CHARTS, *own))], "runs": drawn, "live": live}),
         script=script,

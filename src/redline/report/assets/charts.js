@@ -5,7 +5,7 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const several = data.runs.length > 1;
-let axis = "step", drawn = [];
+let axis = document.querySelector("[data-axis][aria-pressed=true]").dataset.axis, drawn = [];
 
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = place => css("--c" + place % 6);
