@@ -59,13 +59,13 @@ def with_gradients(used: slice) -> tuple[list[Tensor], list[Tensor]]:
 
 def loss() -> tuple[list[Tensor], list[Tensor]]:
     """Of the whole vocabulary and of candidates, capped and not, beside torch's own."""
-    targets = torch.tensor([3, IGNORED, 0, 40, 3])
-    some = Candidates(torch.tensor([0, 3, 40, 7, 99, 12]), torch.tensor(3, dtype=torch.int32))
-    # the kernel takes 2,048 columns at a time: the sample begins in the second piece and ends in the third
+    # the kernel takes 2,048 columns at a time: the sample of `many` begins in the second piece and ends in the third
     many = Candidates(torch.randperm(5000)[:4600].sort().values, torch.tensor(2500, dtype=torch.int32))
-    targets = torch.cat([targets, many.tokens_K[[2047, 2048, 2499]]])
-    some = some._replace(tokens_K=torch.cat([targets[targets != IGNORED].unique(), torch.tensor([7, 99])]))
-    some = some._replace(targets=torch.tensor(len(some.tokens_K) - 2, dtype=torch.int32))
+    targets = torch.cat([torch.tensor([3, IGNORED, 0, 40, 3]), many.tokens_K[[2047, 2048, 2499]]])
+    wanted = targets[targets != IGNORED].unique()
+    some = Candidates(
+        torch.cat([wanted, torch.tensor([7, 99])]), torch.tensor(len(wanted), dtype=torch.int32)
+    )
     results: tuple[list[Tensor], list[Tensor]] = ([], [])
     for candidates, cap in itertools.product((None, some, many), (0.0, 5.0)):
         x, weight, out = torch.randn(8, 16), torch.randn(5000, 16), torch.randn(8)

@@ -14,6 +14,7 @@ from lab import Behaviour, Lab
 from redline.cli.main import main
 from redline.config.load import build, load_recipe
 from redline.errors import ConfigError, StorageError
+from redline.machine.facts import read_facts
 from redline.measure.trial import GenerationSwitches, Timing, Trial, trial_key
 from redline.optimizations.catalogue import find, study
 from redline.plan.arithmetic import flops_per_token
@@ -25,6 +26,7 @@ from redline.report.grid import Output
 from redline.report.terminal import print_ablation
 from redline.tune.ablate import PUT_OFF, AblationRow, ablate, mfu
 from redline.tune.arms import UpdateArms, arms_for, naive
+from redline.tune.quality import Judge, Quality
 from redline.tune.waterfall_table import COLUMNS, cells, markdown
 
 RECIPE = load_recipe("seeds/002")
@@ -280,18 +282,42 @@ def test_another_training_is_measured_and_never_kept(tmp_path: Path) -> None:
 
 
 def test_the_mfu_of_another_training_counts_what_it_computes(tmp_path: Path) -> None:
+    """Where it is tried, and in the rows of the best state once it is kept."""
+
+    class Keeps(Judge):
+        def other_training(self, before: Any, after: Any, tokens_per_s: float) -> Quality:
+            return Quality(figure="seconds to the loss", verdict="not worse")
+
+        same_training = other_training
+
     small = replace(RECIPE, train=replace(RECIPE.train, batch_size=32))
-    start, row = ablate(
-        small, "gpt2-124m", H200, tmp_path, only=("sampled-softmax",), minutes=1000, progress=lambda text: None,
-        children=Lab(lambda trial: measured(1.0)),
-    )[:2]  # fmt: skip
-    assert (start.tokens_per_s, row.name) == (row.tokens_per_s, "sampled-softmax")
+    judge = Keeps(
+        folder=tmp_path,
+        facts=read_facts(),
+        seeds=2,
+        seconds=1.0,
+        margin=None,
+        train=lambda *_: None,
+        progress=str,
+    )
+    rows = ablate(
+        small, "gpt2-124m", H200, tmp_path, only=("bf16", "sampled-softmax"), minutes=1000, progress=str,
+        children=Lab(by_the_book), judge=judge,
+    )  # fmt: skip
+    found = {(row.stage, row.name): row for row in rows}
     whole, some = (
         flops_per_token(small.model, small.data.seq_len, candidates=count) for count in (0, 24_576)
     )
-    assert start.mfu
-    assert row.mfu == pytest.approx(start.mfu * some / whole)
     assert some < whole
+    expected = {
+        ("baseline", "start"): whole, ("one by one", "bf16"): whole, ("one by one", "sampled-softmax"): some,
+        ("all", "all kept"): some, ("leave one out", "bf16"): some, ("leave one out", "sampled-softmax"): some,
+    }  # fmt: skip
+    peak = H200.peak_tflops["bf16"] * 1e12
+    assert {place: row.mfu for place, row in found.items()} == {
+        place: pytest.approx((found[place].tokens_per_s or 0) * flops / peak)
+        for place, flops in expected.items()
+    }
 
 
 def test_what_was_slower_is_tried_again_on_top_of_what_was_kept_after_it(tmp_path: Path) -> None:

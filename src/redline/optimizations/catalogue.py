@@ -134,7 +134,7 @@ def _vocabulary_to_sample(recipe: Recipe, _hardware: Hardware, _beside: Beside) 
     if recipe.model.vocab_size < 49_152:
         return "24,576 candidates would be more than half of the vocabulary"
     tokens = recipe.tokens_per_step
-    # English Wikipedia with GPT-2's tokenizer: 7,500 different targets in 2^15 tokens, 17,000 in 2^17, 23,600 in 2^18
+    # English Wikipedia with GPT-2's tokenizer: 7,200 different targets in 2^15 tokens, 17,000 in 2^17, 23,400 in 2^18
     few = tokens <= 2**17
     return (
         None if few else f"{tokens:,} tokens an update have too many different targets for 24,576 candidates"

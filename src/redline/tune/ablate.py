@@ -17,7 +17,7 @@ Left out: interactions of more than two changes.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, repeat
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -116,12 +116,8 @@ def ablate(
                 judges = judge if judged(recipe, part) else None
                 waterfalls.append(_Waterfall(name, part, arms, recipe, hardware, turns, judges))
             # all lists before anything is left out: there may not be time for everything
-            applied, left_out = (
-                [zip(repeat(w), way(w)) for w in waterfalls]
-                for way in (_Waterfall.apply, _Waterfall.leave_out)
-            )
-            for waterfall, row in chain(*applied, *left_out):
-                rows.append(replace(row, mfu=mfu(row, waterfall.recipe_of(row), hardware)))
+            for row in chain(*(w.apply() for w in waterfalls), *(w.leave_out() for w in waterfalls)):
+                rows.append(row)
                 text = json.dumps([asdict(row) for row in rows], indent=1)
                 write_atomic(folder / "ablation.json", text + "\n")
                 turns.say(brief(row))
@@ -224,12 +220,6 @@ class _Waterfall:
         for entry, before in self.kept:
             yield self._without(entry, before)
 
-    def recipe_of(self, row: AblationRow) -> Recipe:
-        """What ran: the recipe with the changes that were kept so far, and with the row's own."""
-        entry = catalogue.catalogue().get(row.name)
-        own = [row.name] if row.tokens_per_s is not None and entry is not None and entry.change else []
-        return changed(self.recipe, {CHANGES: (*self.state.get(CHANGES, ()), *own)})
-
     # ---- a row ----
 
     def _baseline(self) -> AblationRow:
@@ -247,7 +237,7 @@ class _Waterfall:
             return replace(row, outcome=measured.outcome, note=measured.error or "")
         self.reference, self.runs, self.naive_runs = measured, True, True
         self.sound = self.state, measured.tokens_per_s
-        return _with_speed(row, measured)
+        return self._with_speed(row, measured, self.state)
 
     def _one(self, entry: catalogue.Optimization, stage: Stage) -> AblationRow:
         """Apply an entry to the state, and keep it if it pays."""
@@ -274,7 +264,7 @@ class _Waterfall:
             self.naive_runs = self.naive_runs or not self.kept
             self.sound = self.sound or (self.state, pair.before.tokens_per_s)
         passed, numerics = self._numerics(entry.effect, candidate, pair)
-        row = replace(_compared_row(row, pair, runs=self.runs), numerics=numerics)
+        row = replace(self._compared(row, pair, candidate, runs=self.runs), numerics=numerics)
         wins = passed and row.verdict in ("faster", RUNS)
         if self.judge and row.outcome == "ok" and (wins or entry.change):
             row = replace(row, quality=self._quality(self.judge, entry, candidate))
@@ -330,7 +320,7 @@ class _Waterfall:
             return replace(row, outcome=pair.after.outcome, note=f"without it: {pair.after.error}")
         turned = Pair(before=pair.after, after=pair.before, paired=pair.paired)
         numerics = self._numerics(entry.effect, self.state, turned)[1]
-        return replace(_compared_row(row, turned, runs=True), numerics=numerics)
+        return replace(self._compared(row, turned, self.state, runs=True), numerics=numerics)
 
     def _all(self) -> AblationRow:
         """Everything kept against the first state, beside what the guide claims of all its changes together."""
@@ -346,7 +336,7 @@ class _Waterfall:
             return replace(row, outcome="not run", note=OUT_OF_TIME)
         effect: catalogue.EntryEffect = "changes-training" if self.state.get(CHANGES) else "rounding"
         numerics = self._numerics(effect, self.state, pair)[1]
-        return replace(_compared_row(row, pair, runs=self.naive_runs), numerics=numerics)
+        return replace(self._compared(row, pair, self.state, runs=self.naive_runs), numerics=numerics)
 
     def _row(self, entry: catalogue.Optimization, stage: Stage) -> AblationRow:
         claims = catalogue.claims_for(entry, self.name)
@@ -354,6 +344,29 @@ class _Waterfall:
             name=entry.name, stage=stage, workload=self.workload, title=entry.title, claimed=catalogue.span(claims),
             source="; ".join(claim.source for claim in claims),
         )  # fmt: skip
+
+    def _with_speed(self, row: AblationRow, measured: Measurement, state: Switches) -> AblationRow:
+        memory_bytes = measured.memory.allocated_bytes if measured.memory else None
+        row = replace(row, tokens_per_s=measured.tokens_per_s, memory_bytes=memory_bytes)
+        return replace(row, mfu=mfu(row, changed(self.recipe, state), self.hardware))
+
+    def _compared(self, row: AblationRow, pair: Pair, after: Switches, *, runs: bool) -> AblationRow:
+        """The row with what the pair says. `runs`: the state before is known to run, so its failure now is chance."""
+        if pair.after.outcome != "ok":
+            return replace(row, outcome=pair.after.outcome, note=pair.after.error or "")
+        row = self._with_speed(row, pair.after, after)
+        if (found := pair.comparison) is None:
+            why = f"the state before did not: {pair.before.outcome}"
+            return replace(row, verdict=NOT_COMPARED if runs else RUNS, note=why)
+        return replace(
+            row,
+            before_tokens_per_s=pair.before.tokens_per_s,
+            measured_ratio=found.ratio,
+            low=found.low,
+            high=found.high,
+            verdict=found.verdict,
+            rounds=pair.rounds,
+        )
 
     def _numerics(self, effect: catalogue.EntryEffect, state: Switches, pair: Pair) -> tuple[bool, str]:
         """Whether the training is the same: `exact` against the state before, `rounding` against the naive one."""
@@ -368,30 +381,6 @@ class _Waterfall:
         if against.outcome != "ok":
             return True, "no reference ran"
         return guard(against, pair.after, effect, precision=precision)
-
-
-def _with_speed(row: AblationRow, measured: Measurement) -> AblationRow:
-    memory_bytes = measured.memory.allocated_bytes if measured.memory else None
-    return replace(row, tokens_per_s=measured.tokens_per_s, memory_bytes=memory_bytes)
-
-
-def _compared_row(row: AblationRow, pair: Pair, *, runs: bool) -> AblationRow:
-    """The row with what the pair says. `runs`: the state before is known to run, so its failure now is chance."""
-    if pair.after.outcome != "ok":
-        return replace(row, outcome=pair.after.outcome, note=pair.after.error or "")
-    row = _with_speed(row, pair.after)
-    if (found := pair.comparison) is None:
-        why = f"the state before did not: {pair.before.outcome}"
-        return replace(row, verdict=NOT_COMPARED if runs else RUNS, note=why)
-    return replace(
-        row,
-        before_tokens_per_s=pair.before.tokens_per_s,
-        measured_ratio=found.ratio,
-        low=found.low,
-        high=found.high,
-        verdict=found.verdict,
-        rounds=pair.rounds,
-    )
 
 
 def mfu(row: AblationRow, recipe: Recipe, hardware: Hardware) -> float | None:
