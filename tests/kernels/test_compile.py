@@ -25,7 +25,7 @@ from redline.engine import kernels as choice
 from redline.engine import one_row
 from redline.engine.state import make_slots
 from redline.model import kernels
-from redline.model.attention import cache_kernels, favor_kernels, favor_step, short
+from redline.model.attention import cache_kernels, favor_kernels, favor_step, heads, short
 from redline.model.attention.cache import KeysAndValues
 from redline.model.attention.favor import Features
 from redline.model.attention.softmax import Rope, rope_table
@@ -92,6 +92,15 @@ def launch_short_attention() -> None:
         short.attend(qkv, table, table, integers(3), q_heads=15, longest=longest).sum().backward()
 
 
+def launch_rotation() -> None:
+    for C in (128, 80):
+        weight, table = empty(C, dtype=torch.float32, grad=True), empty(64, C, dtype=torch.float32)
+        qkv = empty(64, 4 + 2 * 2, C, grad=True)
+        torch.cat(
+            heads.normed_and_rotated(qkv, weight, weight, table, table, 1e-5, 4, 2), dim=1
+        ).sum().backward()
+
+
 def launch_decode_attention() -> None:
     """Few rows and many, which take other blocks; a head whose width is no power of two."""
     learned = replace(CONFIG, positions="learned", head_dim=80)
@@ -131,7 +140,7 @@ def launch_kernel_attention() -> None:
 
 
 CHEAP = (
-    launch_loss, launch_between_products, launch_short_attention, launch_decode_attention, launch_one_row, launch_choice,
+    launch_loss, launch_between_products, launch_short_attention, launch_rotation, launch_decode_attention, launch_one_row, launch_choice,
 )  # fmt: skip
 LAUNCHES: dict[int, tuple[Callable[[], None], ...]] = {
     90: (*CHEAP, launch_kernel_attention),

@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ pytest.importorskip("triton", reason="torch for CPUs comes without Triton; `make
 
 from redline.config.recipe import IGNORED, LoraConfig, ModelConfig
 from redline.model import kernels
+from redline.model.attention import heads
+from redline.model.attention.softmax import rope_table, rotate
 from redline.model.cross_entropy import Candidates, linear_cross_entropy
 from redline.model.lora import adapters, add_lora
 from redline.model.transformer import Norm, build_model
@@ -23,7 +26,7 @@ from redline.model.transformer import Norm, build_model
 CONFIG = ModelConfig(vocab_size=32, num_layers=2, hidden_size=16, num_heads=2, ffn_size=24, context_length=8)
 
 
-@pytest.mark.parametrize("case", ["norm", "last_norm", "swiglu", "loss", "model"])
+@pytest.mark.parametrize("case", ["norm", "last_norm", "swiglu", "rotation", "loss", "model"])
 def test_a_kernel_and_its_gradient(case: str) -> None:
     done = subprocess.run(
         [sys.executable, __file__, case],
@@ -55,6 +58,24 @@ def with_gradients(used: slice) -> tuple[list[Tensor], list[Tensor]]:
         [*ours, *torch.autograd.grad(ours, [x, y], out[used])],
         [*theirs, *torch.autograd.grad(theirs, [x, y], out[used])],
     )
+
+
+def rotation() -> tuple[list[Tensor], list[Tensor]]:
+    """Two rows of 20 tokens, so that the last block of 32 is not full; heads narrower than a power of two."""
+    q_heads, kv_heads, width = 3, 2, 24
+    config = replace(CONFIG, head_dim=width, context_length=20)
+    cos, sin = rope_table(config)
+    qkv = torch.randn(40, q_heads + 2 * kv_heads, width, requires_grad=True)
+    weights = [torch.randn(width, requires_grad=True) for _ in range(2)]
+    ours = heads.normed_and_rotated(qkv, *weights, cos, sin, 1e-5, q_heads, kv_heads)
+    *qk, v = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
+    normed = (
+        F.rms_norm(x, (width,), weight, 1e-5).unflatten(0, (2, 20))
+        for x, weight in zip(qk, weights, strict=True)
+    )
+    theirs = (*(rotate(x, (cos, sin)).flatten(0, 1) for x in normed), v)
+    out = [torch.randn_like(x) for x in ours]
+    return tuple([*found, *torch.autograd.grad(found, [qkv, *weights], out)] for found in (ours, theirs))
 
 
 def loss() -> tuple[list[Tensor], list[Tensor]]:

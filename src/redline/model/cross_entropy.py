@@ -236,13 +236,16 @@ if triton is not None:
         logits_ptr, targets_ptr, gradient_ptr, losses_ptr, first_ptr, log_count_ptr, vocab_size, stride, ignored,
         CAP: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """One program a row: a running maximum and sum, then softmax minus one-hot, written over the row or elsewhere."""
+        """One program a row: a running maximum and sum, then softmax minus one-hot, written over the row or elsewhere.
+        It is bound by its instructions for each logit, so what is the same for all goes into the exponents."""
         row = tl.program_id(0).to(tl.int64)
         row_ptr, to_ptr = logits_ptr + row * stride, gradient_ptr + row * stride
         target = tl.load(targets_ptr + row)
         counts = target != ignored
+        target = tl.where(counts, target, 0)
         # Read before any program writes the row; the reductions below are the barrier.
-        target_logit = _capped(tl.load(row_ptr + tl.where(counts, target, 0)).to(tl.float32), CAP)
+        target_logit = _capped(tl.load(row_ptr + target).to(tl.float32), CAP)
+        first, log_count = vocab_size, 0.0
         if first_ptr is not None:
             first, log_count = tl.load(first_ptr), tl.load(log_count_ptr)
         lanes = tl.arange(0, BLOCK)
@@ -251,24 +254,30 @@ if triton is not None:
         for start in range(0, vocab_size, BLOCK):
             inside = start + lanes < vocab_size
             x = _capped(tl.load(row_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32), CAP)
-            if first_ptr is not None:
+            if start + BLOCK > first:
                 x += tl.where(start + lanes < first, 0.0, log_count)
-            x = tl.where(inside, x, -1e30)
+            if start + BLOCK > vocab_size:
+                x = tl.where(inside, x, -1e30)
             higher = tl.maximum(highest, tl.max(x, axis=0))
             sums = sums * tl.exp(highest - higher) + tl.exp(x - higher)
             highest = higher
         log_sum = highest + tl.log(tl.sum(sums, axis=0))
         tl.store(losses_ptr + row, tl.where(counts, log_sum - target_logit, 0.0))
+        less = tl.where(counts, log_sum - tl.log(SCALE), float("inf"))
+        dtype = gradient_ptr.dtype.element_ty
         for start in range(0, vocab_size, BLOCK):
             inside = start + lanes < vocab_size
             x = _capped(tl.load(row_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32), CAP)
             raised = x
-            if first_ptr is not None:
+            if start + BLOCK > first:
                 raised += tl.where(start + lanes < first, 0.0, log_count)
-            gradient = tl.exp(raised - log_sum) - tl.where(start + lanes == target, 1.0, 0.0)
+            gradient = tl.exp(raised - less)
             gradient = gradient * (1 - (x / CAP) * (x / CAP)) if CAP != 0.0 else gradient
-            gradient = tl.where(counts, gradient * SCALE, 0.0)
-            tl.store(to_ptr + start + lanes, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
+            tl.store(to_ptr + start + lanes, gradient.to(dtype), mask=inside)
+        tl.debug_barrier()  # the target's is written twice; a target stands for itself alone
+        at_target = tl.exp(target_logit - less) - tl.where(counts, SCALE, 0.0)
+        at_target = at_target * (1 - (target_logit / CAP) * (target_logit / CAP)) if CAP != 0.0 else at_target
+        tl.store(to_ptr + target, at_target.to(dtype))
 
     @triton.jit
     def _transpose(from_ptr, to_ptr, rows, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]

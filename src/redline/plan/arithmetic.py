@@ -217,8 +217,8 @@ VALIDATION_CHUNKS = 8
 """Pieces in which a validation computes its logits, at least: in fp32 they must not take more memory than training."""
 MUON_STACK = 2**25
 """Elements of matrices that Muon updates together: 128 MiB in fp32, so that the stack stays small beside the model."""
-MUON_STACK_BYTES = 14
-"""Of an element in such a stack, at most: three and a half copies in fp32 (a test counts them)."""
+MUON_STACK_BYTES = 10
+"""Of an element in such a stack, at most: two and a half copies in fp32 (a test counts them)."""
 CUBLAS_BYTES = 64 * 2**20
 """Workspaces that cuBLAS takes from torch's allocator on Hopper."""
 
@@ -318,6 +318,8 @@ def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, fused: 
         return a * D
     rotated = width + kv_width if model.positions == "rope" else 0
     attention = a * (width + 2 * kv_width + width) + 4 * model.num_heads  # q, k, v, output and log-sum-exp
+    if model.qk_norm and rotated and fused and a == 2:  # the kernel for both copies the values along
+        attention += a * kv_width
     if model.attention == "favor" and recompute == "none" and not _favor_kernel(model, precision, fused):
         attention += _favor_bytes(model)
     if recompute == "selective" or precision == "fp8":

@@ -92,68 +92,88 @@ class Muon(_Uncompiled):
         given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__(params, {**given, "iteration": iteration, "normalize": normalize, "rows": ()})
         for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                if normalize:
-                    self.state[p]["row_mean_square"] = torch.zeros(p.shape[0], dtype=p.dtype, device=p.device)
+            for stack in _stacks(group["params"]):
+                first = stack[0]
+                like: dict[str, Any] = {"dtype": first.dtype, "device": first.device}
+                if is_spread(first):
+                    buffers = [torch.zeros_like(p) for p in stack]
+                else:
+                    buffers = list(torch.zeros(len(stack), *first.shape, **like))
+                rows = torch.zeros(len(stack), len(first), **like)
+                for p, buffer, mean_square in zip(stack, buffers, rows, strict=True):
+                    self.state[p]["momentum_buffer"] = buffer
+                    if normalize:
+                        self.state[p]["row_mean_square"] = mean_square
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for stack in _stacks(group["params"]):
+            for stack in _stacks([p for p in group["params"] if p.grad is not None]):
                 self._update(stack, group)
 
     def _update(self, stack: list[Tensor], group: dict[str, Any]) -> None:
         """Learning rate and momentum may be tensors, which a captured update reads anew at each replay; at a rate of 0 and a
         momentum of 1 nothing changes."""
         lr, momentum, rows = group["lr"], group["momentum"], group["rows"] or stack[0].shape[:1]
-        update = _orthogonal(self._ahead(stack, momentum), rows, group["iteration"], stack[0].dtype)
+        update, scale_PR = _orthogonal(self._ahead(stack, momentum), rows, group["iteration"])
+        scale_PR = scale_PR.to(stack[0].dtype)
         if group["normalize"]:
             seen = self._slots("row_mean_square", stack)
-            _average(seen, torch._foreach_mul(list(update.square().mean(-1)), 1 - momentum), momentum)
-            parts = (whole.split(rows, dim=1) for whole in (update, torch.stack(seen)))
-            update = torch.cat([_even(*part) for part in zip(*parts, strict=True)], dim=1)
+            lengths_PR = torch.linalg.vector_norm(update, dim=-1, dtype=scale_PR.dtype)
+            square_PR = (lengths_PR * scale_PR).square()
+            _average(seen, list(square_PR / update.shape[-1]), momentum)
+            parts = zip(*(whole.split(rows, dim=1) for whole in (square_PR, torch.stack(seen))), strict=True)
+            scale_PR = scale_PR * torch.cat([_even(*part) for part in parts], dim=1)
+        update = update * (scale_PR * -lr)[..., None]
         torch._foreach_mul_(stack, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(stack, [part_of(u, p) for u, p in zip(update.mul_(-lr), stack, strict=True)])
+        torch._foreach_add_(stack, [part_of(u, p) for u, p in zip(update, stack, strict=True)])
 
     def _ahead(self, stack: list[Tensor], momentum: float | Tensor) -> Tensor:
         """Takes up the gradients; returns the whole matrices of Nesterov's momentum. On its own, so that what it needs is
         free when they are made orthogonal."""
-        buffers = self._slots("momentum_buffer", stack)
-        fresh = torch._foreach_mul([p.grad for p in stack if p.grad is not None], 1 - momentum)
-        _average(buffers, fresh, momentum)
-        ahead = torch._foreach_mul(buffers, momentum)
-        torch._foreach_add_(ahead, fresh)
+        fresh = [p.grad for p in stack if p.grad is not None]
+        buffers, fresh = _average(self._slots("momentum_buffer", stack), fresh, momentum)
         # a spread one is cast first: half the bytes to gather
-        return torch.stack([full(t.bfloat16()) if is_spread(t) else t for t in ahead]).bfloat16()
+        ahead = (g.lerp(buffer, momentum).bfloat16() for g, buffer in zip(fresh, buffers, strict=True))
+        whole = [full(t) if is_spread(t) else t for t in ahead]
+        return whole[0] if whole[0].ndim == 3 else torch.stack(whole)
 
     def _slots(self, name: str, stack: list[Tensor]) -> list[Tensor]:
         return [self.state[p][name] for p in stack]
 
 
 def _average(
-    averages: list[Tensor], new: list[Tensor] | tuple[Tensor, ...], momentum: float | Tensor
-) -> None:
-    torch._foreach_mul_(averages, momentum)
-    torch._foreach_add_(averages, new)
+    averages: list[Tensor], new: list[Tensor], momentum: float | Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Take up new values. Returns both lists; those that lie in one piece as one stack, because few large kernels are
+    quicker than many small ones."""
+    if (flat := joined(averages)) is not None:
+        new = [torch.stack(new)]
+        averages = [flat.view_as(new[0])]
+    for average, one in zip(averages, new, strict=True):
+        average.lerp_(one, 1 - momentum)
+    return averages, new
 
 
-def _orthogonal(x_PRC: Tensor, rows: tuple[int, ...], iteration: MuonIteration, dtype: torch.dtype) -> Tensor:
-    """Each matrix of a stack made orthogonal, those below each other one by one, and scaled as Muon's author does."""
-    done, at, columns = [], 0, x_PRC.shape[-1]
+def _orthogonal(x_PRC: Tensor, rows: tuple[int, ...], iteration: MuonIteration) -> tuple[Tensor, Tensor]:
+    """Each matrix of a stack made orthogonal, those below each other one by one; and by how much Muon's author scales
+    each row."""
+    done, scales, at, columns = [], [], 0, x_PRC.shape[-1]
     for size, same in groupby(rows):
         end = at + size * len(list(same))
         each = orthogonalize(x_PRC[:, at:end].reshape(-1, size, columns), iteration)
-        done.append((each.to(dtype) * max(1.0, size / columns) ** 0.5).reshape(len(x_PRC), -1, columns))
+        done.append(each.reshape(len(x_PRC), -1, columns))
+        scales.append(x_PRC.new_full((1, end - at), max(1.0, size / columns) ** 0.5, dtype=torch.float32))
         at = end
-    return torch.cat(done, dim=1)
+    return torch.cat(done, dim=1), torch.cat(scales, dim=1)
 
 
-def _even(update_PRC: Tensor, mean_square_PR: Tensor) -> Tensor:
-    """Rows over their root mean square so far, and the whole as long as it was (NorMuon, arXiv 2510.05491)."""
-    even = update_PRC / mean_square_PR.sqrt().clamp(min=1e-8)[..., None]
-    before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (update_PRC, even))
-    return even * (before / after.clamp(min=1e-8))
+def _even(square_PR: Tensor, mean_square_PR: Tensor) -> Tensor:
+    """What makes rows of these square sums even, by their mean squares so far, and leaves the whole as long as it was
+    (NorMuon, arXiv 2510.05491)."""
+    over_PR = 1 / mean_square_PR.sqrt().clamp(min=1e-8)
+    before, after = (t.sum(-1, keepdim=True).sqrt() for t in (square_PR, square_PR * over_PR.square()))
+    return over_PR * (before / after.clamp(min=1e-8))
 
 
 def orthogonalize(x: Tensor, iteration: MuonIteration = "quintic") -> Tensor:
@@ -169,11 +189,10 @@ def orthogonalize(x: Tensor, iteration: MuonIteration = "quintic") -> Tensor:
 
 
 def _stacks(params: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Parameters with gradients, grouped by shape, in pieces of at most MUON_STACK elements."""
+    """By shape, in pieces of at most MUON_STACK elements."""
     by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
     for p in params:
-        if p.grad is not None:
-            by_shape[p.shape].append(p)
+        by_shape[p.shape].append(p)
     stacks = []
     for shape, group in by_shape.items():
         size = max(1, MUON_STACK // shape.numel())

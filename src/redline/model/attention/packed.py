@@ -18,7 +18,7 @@ from torch import Tensor
 
 from redline.config.recipe import ModelConfig
 from redline.model.attention import short
-from redline.model.attention.softmax import Rope, causal, older, rotate
+from redline.model.attention.softmax import Rope, by_kernel, causal, older, rotate
 
 if TYPE_CHECKING:
     from redline.model.transformer import Attention
@@ -103,7 +103,8 @@ def with_varlen_kernel(
     attn: "Attention", qkv_1THC: Tensor, *, rope: Rope | None, packing: Packing, varlen: Callable[..., Any]
 ) -> Tensor:
     bounds, longest = packing.bounds_S, packing.longest
-    y_THC = varlen(*_rotated(attn, qkv_1THC, rope), bounds, bounds, longest, longest)
+    qkv = by_kernel(attn, qkv_1THC.flatten(0, 1), rope) or _rotated(attn, qkv_1THC, rope)
+    y_THC = varlen(*qkv, bounds, bounds, longest, longest)
     assert isinstance(y_THC, Tensor)
     return y_THC.flatten(1)[None]
 

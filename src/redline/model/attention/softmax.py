@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.config.recipe import ModelConfig
+from redline.model.attention import heads
 
 if TYPE_CHECKING:
     from redline.model.transformer import Attention
@@ -46,10 +47,29 @@ def older(x: Tensor) -> bool:
 
 def attend(attn: "Attention", qkv_BTHC: Tensor, *, rope: Rope | None, copied: bool = False) -> Tensor:
     """The seam's function for a batch: (B, T, H + 2K, C) to (B, T, H * C)."""
+    if (
+        qkv_BTHC.is_cuda
+        and not copied
+        and (found := by_kernel(attn, qkv_BTHC.flatten(0, 1), rope)) is not None
+    ):
+        q, k, v = (x_NHC.unflatten(0, qkv_BTHC.shape[:2]) for x_NHC in found)
+        return causal(q, k, v)
     q, k, v = attn.split(qkv_BTHC)
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
     return causal(q, k, v, copied=copied)
+
+
+def by_kernel(attn: "Attention", qkv_NHC: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Queries and keys normalised and rotated, and values, if there is a kernel for both; of Ampere or later."""
+    q_norm, k_norm = attn.q_norm, attn.k_norm
+    if rope is None or q_norm is None or k_norm is None or qkv_NHC.dtype == torch.float32:
+        return None
+    given = qkv_NHC, q_norm.weight, k_norm.weight, *rope
+    found: tuple[Tensor, Tensor, Tensor] = heads.normed_and_rotated(
+        *given, q_norm.eps, attn.heads, attn.kv_heads
+    )
+    return found
 
 
 def causal(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, *, copied: bool = False) -> Tensor:
