@@ -80,10 +80,16 @@ def launch_between_products() -> None:
     x, weight = empty(4, 960), empty(960)
     for y in (None, x):
         kernels.add_rms_norm(x, y, weight, 1e-5)
-    for used in (slice(2), slice(1, 2)):  # both results, and the normalised one alone
-        results = kernels.sum_rms_norm(empty(4, 960, grad=True), x, weight, 1e-5)[used]
-        torch.autograd.backward(results, [x] * len(results))
+    for learned in (weight, empty(960, dtype=torch.float32, grad=True)):
+        for y, used in (
+            (x, slice(2)),
+            (x, slice(1, 2)),
+            (None, slice(2)),
+        ):  # both results, and the normalised one alone
+            results = kernels.sum_rms_norm(empty(4, 960, grad=True), y, learned, 1e-5)[used]
+            torch.autograd.backward(results, [x] * len(results))
     kernels.swiglu(empty(4, 2 * 2560, grad=True)).sum().backward()
+    kernels.relu_squared(empty(4, 2560, grad=True)).sum().backward()
 
 
 def launch_short_attention() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,17 +17,19 @@ from torch import Tensor
 pytest.importorskip("triton", reason="torch for CPUs comes without Triton; `make kernels` brings it")
 
 from redline.config.recipe import IGNORED, LoraConfig, ModelConfig
-from redline.model import kernels
+from redline.model import kernels, transformer
 from redline.model.attention import heads
 from redline.model.attention.softmax import rope_table, rotate
 from redline.model.cross_entropy import Candidates, linear_cross_entropy
 from redline.model.lora import adapters, add_lora
-from redline.model.transformer import Norm, build_model
+from redline.model.transformer import build_model
 
 CONFIG = ModelConfig(vocab_size=32, num_layers=2, hidden_size=16, num_heads=2, ffn_size=24, context_length=8)
 
 
-@pytest.mark.parametrize("case", ["norm", "last_norm", "swiglu", "rotation", "loss", "model"])
+@pytest.mark.parametrize(
+    "case", ["norm", "last_norm", "first_norm", "swiglu", "relu_squared", "rotation", "loss", "model"]
+)
 def test_a_kernel_and_its_gradient(case: str) -> None:
     done = subprocess.run(
         [sys.executable, __file__, case],
@@ -47,17 +50,24 @@ def last_norm() -> tuple[list[Tensor], list[Tensor]]:
     return with_gradients(slice(1, 2))
 
 
-def with_gradients(used: slice) -> tuple[list[Tensor], list[Tensor]]:
-    x, y = (torch.randn(5, 72, requires_grad=True) for _ in range(2))
-    weight, out = torch.randn(72), [torch.randn(5, 72) for _ in range(2)]
-    ours, theirs = (
-        kernels.sum_rms_norm(x, y, weight, 1e-5)[used],
-        (x + y, F.rms_norm(x + y, weight.shape, weight, 1e-5))[used],
-    )
-    return (
-        [*ours, *torch.autograd.grad(ours, [x, y], out[used])],
-        [*theirs, *torch.autograd.grad(theirs, [x, y], out[used])],
-    )
+def first_norm() -> tuple[list[Tensor], list[Tensor]]:
+    """Nothing to add."""
+    return with_gradients(slice(2), added=False)
+
+
+def with_gradients(used: slice, *, added: bool = True) -> tuple[list[Tensor], list[Tensor]]:
+    """Of a frozen weight, a row a program; and of one that learns: two programs, neither of whose last tiles is full."""
+    results: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for rows, learns in ((5, False), (150, True)):
+        x, y = (torch.randn(rows, 72, requires_grad=True) for _ in range(2))
+        weight, out = torch.randn(72, requires_grad=learns), [torch.randn(rows, 72) for _ in range(2)]
+        total = x + y if added else x
+        ours = kernels.sum_rms_norm(x, y if added else None, weight, 1e-5)[used]
+        theirs = (total, F.rms_norm(total, weight.shape, weight, 1e-5))[used]
+        inputs = [x, *([y] if added else []), *([weight] if learns else [])]
+        for found, result in zip(results, (ours, theirs), strict=True):
+            found += [*result, *torch.autograd.grad(result, inputs, out[used])]
+    return results
 
 
 def rotation() -> tuple[list[Tensor], list[Tensor]]:
@@ -106,21 +116,29 @@ def swiglu() -> tuple[list[Tensor], list[Tensor]]:
     return next(results), next(results)
 
 
+def relu_squared() -> tuple[list[Tensor], list[Tensor]]:
+    x, out = torch.randn(5, 600, requires_grad=True), torch.randn(5, 600)
+    results = ([y, *torch.autograd.grad(y, x, out)] for y in (kernels.relu_squared(x), F.relu(x).square()))
+    return next(results), next(results)
+
+
 def model() -> tuple[list[Tensor], list[Tensor]]:
-    """Blocks that leave the additions between them to the norms."""
-    adapted = build_model(CONFIG, device="cpu", seed=0)
-    add_lora(adapted, LoraConfig(rank=2), seed=0)
-    learned = list(adapters(adapted).values())
-    for p in learned:
-        torch.nn.init.normal_(p, std=0.3)
-    tokens_BT, results = torch.randint(32, (2, 8)), []
-    for fused in (True, False):
-        for module in adapted.modules():
-            if isinstance(module, Norm):
-                module.fused = fused
-        loss = adapted(tokens_BT, tokens_BT)
-        results.append([loss, *torch.autograd.grad(loss, learned)])
-    return results[0], results[1]
+    """Blocks that leave the additions between them to the norms: with adapters, and where everything learns."""
+    results: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for activation in ("swiglu", "relu2"):
+        made = build_model(replace(CONFIG, activation=activation), device="cpu", seed=0)
+        if activation == "swiglu":
+            add_lora(made, LoraConfig(rank=2), seed=0)
+            for p in adapters(made).values():
+                torch.nn.init.normal_(p, std=0.3)
+        learned = [p for p in made.parameters() if p.requires_grad]
+        tokens_BT = torch.randint(32, (2, 8))
+        for ours, found in zip((True, False), results, strict=True):
+            made.apart = ours
+            with patch.object(transformer, "eager_on_gpu", return_value=ours):
+                loss = made(tokens_BT, tokens_BT)
+                found += [loss, *torch.autograd.grad(loss, learned)]
+    return results
 
 
 def let_loops_run() -> None:

@@ -72,7 +72,7 @@ class Norm(nn.Module):
         super().__init__()
         self.kind, self.eps = kind or config.norm, config.norm_eps
         self.fused = False
-        """Whether `add` is one kernel, on a GPU: in generation, where it overwrites x, and where the weight is frozen."""
+        """Whether `add` may overwrite x, in generation on a GPU."""
         self.weight = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size)) if self.kind == "layernorm" and config.bias else None
 
@@ -85,10 +85,10 @@ class Norm(nn.Module):
 
     def add(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + y (None: x), and that normalised."""
-        if self.fused and self.kind == "rmsnorm" and not torch.is_grad_enabled():
-            return x, kernels.add_rms_norm(x, y, self.weight, self.eps)
-        if self.fused and self.kind == "rmsnorm" and y is not None:
+        if self.kind == "rmsnorm" and torch.is_grad_enabled() and eager_on_gpu(x):
             return kernels.sum_rms_norm(x, y, self.weight, self.eps)
+        if self.kind == "rmsnorm" and self.fused:
+            return x, kernels.add_rms_norm(x, y, self.weight, self.eps)
         if y is not None:
             x = x + y
         return x, self(x)
@@ -143,19 +143,26 @@ class FeedForward(nn.Module):
         self.down = Linear(config.ffn_size, config.hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        if self.activation == "swiglu":
-            return self.down(_swiglu(h))
-        return self.down(F.gelu(h, approximate="tanh") if self.activation == "gelu" else F.relu(h).square())
+        return self.down(_activated(self.up(x), self.activation))
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
-    eager = gate_up.is_cuda and not torch.compiler.is_compiling()
-    if eager and (gate_up.dtype != torch.float32 or not torch.is_grad_enabled()):
-        # One kernel each way instead of several; a compiler does as well.
-        return kernels.swiglu(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+def _activated(h: Tensor, activation: str) -> Tensor:
+    match activation:
+        case "gelu":
+            return F.gelu(h, approximate="tanh")
+        case "relu2":
+            return kernels.relu_squared(h) if eager_on_gpu(h) else F.relu(h).square()
+        case _:
+            if eager_on_gpu(h):
+                return kernels.swiglu(h)
+            gate, up = h.chunk(2, dim=-1)
+            return F.silu(gate) * up
+
+
+def eager_on_gpu(x: Tensor) -> bool:
+    """Where one kernel of ours each way takes the place of several of torch's. A compiler does as well."""
+    largest = 2 if torch.is_grad_enabled() else 4
+    return x.is_cuda and x.dtype.itemsize <= largest and not torch.compiler.is_compiling()
 
 
 class Block(nn.Module):
@@ -195,6 +202,8 @@ class Transformer(nn.Module):
         self.compute_dtype = torch.float32
         self.cross_entropy: CrossEntropy = "torch"
         self.loss_chunks = 1
+        self.apart = False
+        """Whether a block hands on two tensors, which the next norm adds in its kernel."""
         self.longest = 0
         """If given, the longest sequence that any packed row holds: compiled code must not depend on each row's own."""
         self.embed = Embedding(config.vocab_size, config.hidden_size)
@@ -262,7 +271,7 @@ class Transformer(nn.Module):
         attend = with_values(over(self.config, packing, rope, x), self.values_of(tokens_BT))
         if through is not None:
             return through(x, attend)
-        if self.norm.fused:
+        if self.apart:
             y = None
             for block in self.blocks:
                 x, y = block.parts(x, y, attend)

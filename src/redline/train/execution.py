@@ -95,6 +95,8 @@ def equip(model: Transformer, plan: Plan, *, longest: int = 0) -> None:
     model.compute_dtype, model.cross_entropy = COMPUTE_DTYPE[plan.precision], plan.cross_entropy
     model.loss_chunks = plan.loss_chunks
     model.longest = longest if plan.compile != "off" else 0
+    # compilers, recomputation and FSDP's hooks take a whole block
+    model.apart = plan.compile == "off" and plan.recompute == "none" and plan.world_size == 1
     if plan.compile != "off":
         with startup.importing():
             import_module("torch._inductor.compile_fx")  # else the first update would

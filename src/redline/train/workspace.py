@@ -7,8 +7,7 @@
 
 An update on some 1,500 tokens is bound by the number of its kernels and by how few of a GPU's multiprocessors each of them
 fills. So the adapters' gradients, for which nothing waits before the clipping, are computed on a second stream beside the
-way back through the blocks; so is the gradient of what lies between A and B, beside the frozen weight's product. Norms take
-the addition before them into their kernel.
+way back through the blocks; so is the gradient of what lies between A and B, beside the frozen weight's product.
 
 Nothing here outlives an update: everything else (validation, merging, several passes) reads the parameters themselves.
 """
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from redline.model.flat import joined, pieces
 from redline.model.lora import LoraLinear, adapters, fp32_product, lora_layers
-from redline.model.transformer import Norm, Transformer
+from redline.model.transformer import Transformer
 from redline.train.step import BackPropagation, Learner
 
 HELD = 8
@@ -75,8 +74,6 @@ class Workspace:
         self.stream = torch.cuda.Stream(flat.device) if flat.is_cuda else None
         self.read: list[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = []
         """What the second stream reads, and when it has: the memory must not be given away before."""
-        fused = flat.is_cuda and model.compute_dtype != torch.float32
-        self.norms = [module for module in model.modules() if isinstance(module, Norm) and fused]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -85,15 +82,11 @@ class Workspace:
         parts = zip(cast[::2], cast[1::2], gradients[::2], gradients[1::2], strict=True)
         for layer, part in zip(self.layers, parts, strict=True):
             layer.place = _Place(*part, self)
-        for norm in self.norms:
-            norm.fused = True
         try:
             yield
         finally:
             for layer in self.layers:
                 layer.place = None
-            for norm in self.norms:
-                norm.fused = False
             self.join()  # for what was broken off: a capture that ended without it would raise that, and hide the cause
 
     @contextmanager

@@ -63,7 +63,7 @@ def attend(attn: "Attention", qkv_BTHC: Tensor, *, rope: Rope | None, copied: bo
 def by_kernel(attn: "Attention", qkv_NHC: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor] | None:
     """Queries and keys normalised and rotated, and values, if there is a kernel for both; of Ampere or later."""
     q_norm, k_norm = attn.q_norm, attn.k_norm
-    if rope is None or q_norm is None or k_norm is None or qkv_NHC.dtype == torch.float32:
+    if rope is None or q_norm is None or k_norm is None or qkv_NHC.dtype.itemsize != 2:
         return None
     given = qkv_NHC, q_norm.weight, k_norm.weight, *rope
     found: tuple[Tensor, Tensor, Tensor] = heads.normed_and_rotated(
