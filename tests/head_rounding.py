@@ -12,7 +12,7 @@ from torch import Tensor
 
 from redline.config.recipe import IGNORED
 from redline.data.candidates import draw
-from redline.model.cross_entropy import GRADIENT_SCALE, Candidates, Reduction, capped, linear_cross_entropy
+from redline.model.cross_entropy import GRADIENT_SCALE, Candidates, Reduction, linear_cross_entropy
 from redline.train.objective import candidates_of
 
 E4M3, E5M2 = 2**-4 / math.sqrt(3), 2**-3 / math.sqrt(3)
@@ -29,15 +29,13 @@ class Work:
     candidates: int = 0
     """Tokens of the softmax, if not all."""
 
-    def fp8(self, device: str, dtype: torch.dtype, *, reduction: Reduction, cap: float) -> list[Tensor]:
+    def fp8(self, device: str, dtype: torch.dtype, *, reduction: Reduction) -> list[Tensor]:
         """Losses and both gradients, in float64."""
         x = self.x.to(device, dtype).requires_grad_()
         weight = self.weight.to(device, torch.float32).requires_grad_()
         targets, factors = self.targets.to(device), self.factors.to(device, torch.float32)
         some = self.some(device)
-        how = linear_cross_entropy(
-            x, weight, targets, how="fp8", reduction=reduction, cap=cap, candidates=some
-        )
+        how = linear_cross_entropy(x, weight, targets, how="fp8", reduction=reduction, candidates=some)
         (how * (factors if reduction == "none" else factors[0])).sum().backward()
         assert x.grad is not None
         assert weight.grad is not None
@@ -50,7 +48,7 @@ class Work:
         words = draw(counted, size=self.candidates, vocab_size=len(self.weight), seed=0)
         return candidates_of(torch.from_numpy(words).to(device))
 
-    def losses(self, logits: Tensor, cap: float) -> Tensor:
+    def losses(self, logits: Tensor) -> Tensor:
         """As they are defined: a sampled token counts as often as there are tokens for which it stands."""
         counts, some = torch.ones(logits.shape[-1]).double(), self.some()
         if some is not None:
@@ -58,14 +56,14 @@ class Work:
             counts = torch.zeros_like(counts)
             counts[some.tokens_K.long()] = others
             counts[some.tokens_K[: int(some.targets)].long()] = 1.0
-        sums = (capped(logits, cap) + counts.log()).logsumexp(-1)
-        of_targets = capped(logits, cap).gather(1, self.targets.clamp_min(0)[:, None])[:, 0]
+        sums = (logits + counts.log()).logsumexp(-1)
+        of_targets = logits.gather(1, self.targets.clamp_min(0)[:, None])[:, 0]
         return (sums - of_targets) * (self.targets != IGNORED)
 
-    def gradient(self, x: Tensor, weight: Tensor, cap: float) -> Tensor:
+    def gradient(self, x: Tensor, weight: Tensor) -> Tensor:
         """Of each loss by the logits."""
         logits = (x @ weight.T).requires_grad_()
-        self.losses(logits, cap).sum().backward()
+        self.losses(logits).sum().backward()
         assert logits.grad is not None
         return logits.grad
 
@@ -85,27 +83,25 @@ def rounded(x: Tensor) -> Tensor:
     return (x * scale).to(torch.float8_e4m3fn).double() / scale
 
 
-def check_losses(device: str, dtype: torch.dtype, cap: float, candidates: int = 0) -> None:
+def check_losses(device: str, dtype: torch.dtype, candidates: int = 0) -> None:
     """A loss changes by its gradient times the errors of what is multiplied, to first order."""
     its = work(candidates=candidates)
-    found = its.fp8(device, dtype, reduction="none", cap=cap)[0]
-    exact = its.losses(its.x @ its.weight.T, cap)
+    found = its.fp8(device, dtype, reduction="none")[0]
+    exact = its.losses(its.x @ its.weight.T)
     assert not found[its.targets == IGNORED].any()
-    g = its.gradient(its.x, its.weight, cap)
+    g = its.gradient(its.x, its.weight)
     of_x = ((g @ its.weight) * its.x).square().sum(-1)
     of_weight = (g.square() @ its.weight.square() * its.x.square()).sum(-1)
     bound = E4M3 * (of_x + of_weight).mean().sqrt()
     assert bound / 2 < (found - exact).square().mean().sqrt() < bound
 
 
-def check_gradients(
-    device: str, dtype: torch.dtype, reduction: Reduction, cap: float, candidates: int = 0
-) -> None:
+def check_gradients(device: str, dtype: torch.dtype, reduction: Reduction, candidates: int = 0) -> None:
     """Against exact products with the gradient at the rounded logits: what is left is e5m2's error and one of e4m3's."""
     its = work(candidates=candidates)
-    _, dx, dweight = its.fp8(device, dtype, reduction=reduction, cap=cap)
+    _, dx, dweight = its.fp8(device, dtype, reduction=reduction)
     factors = its.factors[:, None] if reduction == "none" else its.factors[0]
-    g = its.gradient(rounded(its.x), rounded(its.weight), cap) * factors
+    g = its.gradient(rounded(its.x), rounded(its.weight)) * factors
     each = math.hypot(E4M3, E5M2)
     for found, left, right in ((dx, g, its.weight), (dweight, g.T, its.x)):
         bound = each * (left.square() @ right.square()).sum().sqrt()
@@ -121,7 +117,7 @@ def check_every_entry(device: str, dtype: torch.dtype) -> None:
     its = Work(
         x, torch.eye(64).double(), torch.randint(0, 64, (64,), generator=made), torch.ones(64).double()
     )
-    found, exact = its.fp8(device, dtype, reduction="sum", cap=0.0)[1], its.gradient(x, its.weight, 0.0)
+    found, exact = its.fp8(device, dtype, reduction="sum")[1], its.gradient(x, its.weight)
     # fp32's own error of the exponential decides at a tie
     assert ((found - exact).abs() <= (2**-3 + 1e-5) * exact.abs() + 2**-31).all()
     assert torch.equal(found, (found * GRADIENT_SCALE).to(torch.float8_e5m2).double() / GRADIENT_SCALE)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from redline.config.recipe import RAMP, ModelConfig, Recipe, fingerprint_of
+from redline.config.recipe import ModelConfig, Recipe, fingerprint_of
 from redline.data.build import Progress, prepare, tokenizer_for
 from redline.data.loader import Loader
 from redline.data.remote import is_mirror
@@ -88,7 +88,6 @@ def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened:
             rank=process.rank,
             world_size=process.world_size,
             position=position,
-            ramp=(train.batch_at(step) for step in range(done + 1, 1 + len(RAMP) * train.batch_ramp_steps)),
             threads=plan.loader_threads,
             prefetch=plan.prefetch,
             pin_memory=process.device.type == "cuda",
@@ -101,7 +100,7 @@ def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened:
         steps=train.steps,
         model=build(recipe, plan, process),
         source=source,
-        objective=Sequences(pass_size=plan.micro_batch, share=train.smallest_batch // process.world_size),
+        objective=Sequences(pass_size=plan.micro_batch, share=train.batch_size // process.world_size),
         data_fingerprint=corpus.fingerprint,
         opened=opened,
         validate=_validation(recipe, corpus, process),

@@ -251,9 +251,7 @@ POSITIVE = {
     "train": "batch_size lr muon_lr eps max_hours eval_sequences keep_checkpoints target_loss",
     "plan": "micro_batch loss_chunks loader_threads prefetch",
 }
-NOT_NEGATIVE = (
-    "weight_decay clip_norm warmup_steps eval_every early_stop_evals checkpoint_every batch_ramp_steps seed"
-)
+NOT_NEGATIVE = "weight_decay clip_norm warmup_steps eval_every early_stop_evals checkpoint_every seed"
 
 
 @pytest.mark.parametrize(
@@ -268,22 +266,6 @@ def test_what_must_be_positive_refuses_zero_and_less(minimal, name, value):
 def test_what_must_not_be_negative_takes_zero_and_refuses_less(minimal, name):
     load_recipe(minimal, [f"train.{name}=0"])
     assert f"train.{name} must not be negative, got -1" in refusal(minimal, f"train.{name}=-1")
-
-
-def test_a_ramp_of_the_batch_has_three_stages_that_the_passes_divide(minimal):
-    ramped = load_recipe(
-        minimal, ["train.batch_size=16", "train.batch_ramp_steps=3", "plan.micro_batch=2"]
-    ).train
-    assert [ramped.batch_at(step) for step in range(1, 9)] == [4, 4, 4, 8, 8, 8, 16, 16]
-    assert ramped.smallest_batch == 4
-    plain = load_recipe(minimal, ["train.batch_size=16"]).train
-    assert {plain.batch_at(step) for step in range(1, 9)} == {plain.smallest_batch} == {16}
-    ramp = ("train.batch_size=16", "train.batch_ramp_steps=3")
-    assert (
-        "train.batch_size / 4 (train.batch_ramp_steps) (4) must be a multiple of plan.micro_batch (8)"
-        in refusal(minimal, *ramp, "plan.micro_batch=8")
-    )
-    assert "a multiple of 4, got pretrain and 6" in refusal(minimal, *ramp, "train.batch_size=6")
 
 
 @pytest.mark.parametrize("name", ["data.seq_len", "train.steps"])
@@ -423,11 +405,11 @@ OPTIONS = {
     ModelConfig: (
         "vocab_size num_layers hidden_size num_heads ffn_size context_length num_kv_heads head_dim norm"
         " norm_eps positions rope_theta activation bias qkv_bias qk_norm tie_embeddings attention features"
-        " redraw_every init_std logit_cap value_embeddings zero_init init_from"
+        " redraw_every init_std zero_init init_from"
     ),
     DataConfig: "source seq_len tokenizer text_field valid_fraction stream",
     TrainConfig: (
-        "batch_size lr batch_ramp_steps steps epochs max_hours rule optimizer muon_lr muon_warmup_steps muon_iteration muon_normalize embed_lr head_lr softmax_candidates weight_decay beta1 beta2 eps schedule warmup_steps"
+        "batch_size lr steps epochs max_hours rule optimizer muon_lr muon_warmup_steps muon_normalize softmax_candidates weight_decay beta1 beta2 eps schedule warmup_steps"
         " warmup_fraction decay_fraction min_lr_ratio orthogonality"
         " orthogonality_warmup_steps orthogonality_values clip_norm seed eval_every eval_sequences early_stop_evals"
         " target_loss diagnose_every checkpoint_every keep_checkpoints"

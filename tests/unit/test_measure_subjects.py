@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from redline.config.load import load_recipe, to_toml
-from redline.config.rules import check
 from redline.machine.facts import read_facts
 from redline.measure.generation import MOST_UNCACHED, GenerationSubject, spread
 from redline.measure.training import TrainingSubject, padded, random_rows, whole_batches
@@ -18,7 +17,7 @@ from redline.optimizations.catalogue import Samples
 from redline.plan.hardware import hardware_here
 from redline.train.packed import Packed, exact
 from redline.train.restore import with_shape
-from redline.tune.arms import CHANGES, UpdateArms, rehearsed
+from redline.tune.arms import UpdateArms, rehearsed
 from redline.tune.guard import EXACT_BAND
 
 RECIPE = load_recipe(
@@ -112,16 +111,6 @@ CPU = hardware_here(replace(read_facts(), gpus=()), None)
 def finetuned(recipe: Any = None, **state: Any) -> TrainingSubject:
     arms = UpdateArms(recipe=recipe or rehearsed(RECIPE), hardware=CPU, timing=Timing())
     return TrainingSubject(arms.trial({"precision": "fp32", **state}).setting)
-
-
-def test_a_ramp_of_the_batch_is_measured_in_passes_that_a_quarter_holds() -> None:
-    recipe = replace(RECIPE, train=replace(RECIPE.train, batch_size=16))
-    arms = UpdateArms(recipe=recipe, hardware=CPU, timing=Timing())
-    whole = arms.held({"precision": "fp32"})
-    assert whole["micro_batch"] == 16
-    _, plan = arms.plan({**whole, CHANGES: ("batch-ramp",)})
-    assert (plan.micro_batch, plan.accumulation) == (4, 4)
-    check(rehearsed(replace(recipe, train=replace(recipe.train, batch_ramp_steps=2))))
 
 
 def losses(arm: TrainingSubject, steps: int = 3) -> list[float]:

@@ -269,23 +269,6 @@ def test_every_node_has_a_copy_of_the_weights_where_half_of_its_memory_holds_it(
     assert make_plan(pinned(model, shards=4), gpu(), world_size=16, nodes=2).shards == 4
 
 
-def test_passes_divide_the_smallest_batch_of_a_ramp():
-    ramped = replace(GPT2, train=replace(GPT2.train, batch_size=64, batch_ramp_steps=100))
-    plan = make_plan(ramped, gpu())
-    assert (plan.micro_batch, plan.accumulation) == (16, 4)
-    assert make_plan(ramped, gpu(), world_size=16).micro_batch == 1
-    forced = make_plan(ramped, gpu(), outside=in_environment(A100_BATCH_SIZE="8", A100_GRAD_ACCUM="8"))
-    assert (forced.micro_batch, forced.accumulation) == (8, 8)
-    with pytest.raises(ConfigError, match=r"must be 64 .*, and the micro-batch must divide 16"):
-        make_plan(ramped, gpu(), outside=in_environment(A100_GRAD_ACCUM="2"))
-    with pytest.raises(ConfigError, match=r"must divide the 16 .* / 4 \(train.batch_ramp_steps\)"):
-        make_plan(pinned(ramped, micro_batch=5), gpu())
-    with pytest.raises(
-        ConfigError, match=r"train.batch_size / 4 \(train.batch_ramp_steps\) \(16\) must be a multiple of 32"
-    ):
-        make_plan(ramped, gpu(), world_size=32)
-
-
 def test_a_captured_update_is_for_one_gpu_and_keeps_torchs_allocator():
     plan = make_plan(pinned(GPT2, graph=True), gpu())
     assert (plan.graph, plan.allocator) == (True, "")
@@ -353,7 +336,6 @@ def test_what_keeps_a_short_update_from_being_captured(sets, given, why):
 def test_a_slow_host_and_small_passes_are_captured_sooner():
     assert not captured(*layers(8, 512, 32))[0]
     assert captured(*layers(8, 512, 32), hardware=replace(H200, launch_latency_s=30e-6))[0]
-    assert captured(*layers(8, 512, 32), "train.batch_ramp_steps=10")[0]  # in passes of 8
     assert captured(*layers(8, 512, 32), outside=in_environment(A100_BATCH_SIZE="8"))[0]
 
 

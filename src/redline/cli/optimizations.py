@@ -87,6 +87,8 @@ def _why_not(entry: Optimization, recipe: Recipe, name: str, hardware: Hardware)
     """Why an entry does not apply: its nature, the recipe's study, the recipe's shapes, or the machine."""
     if entry.standing == "refuted":
         return "the claim cannot hold"
+    if entry.standing == "thrown out":
+        return "built, measured and thrown out"
     if entry.standing == "recipe":
         return "another training: a matter of the recipe"
     workloads = {part.workload for part in study(name, recipe.workload)}
@@ -108,10 +110,14 @@ def _print(rows: list[Row], where: str) -> None:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    last, why = row["switch"], row["note"] if row["standing"] == "refuted" else ""
+    last, why = row["switch"], row["note"] if row["standing"] in ("thrown out", "refuted") else ""
     if "applies" in row:
         applies = "yes" if row["standing"] == "switch" else row["standing"]
-        last = "no" if not row["applies"] and row["standing"] not in ("recipe", "refuted") else applies
+        last = (
+            "no"
+            if not row["applies"] and row["standing"] not in ("recipe", "thrown out", "refuted")
+            else applies
+        )
         why = row["why_not"] if last == "no" else why
     return row["name"], ratio(row["claimed"]), row["effect"], last, f"by {_by(row)}", why
 

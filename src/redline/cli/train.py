@@ -177,7 +177,7 @@ def describe(recipe: Recipe, plan: Plan, folder: Path) -> str:
     p, t = plan.prediction, recipe.train
     count = f"{t.steps:,} steps" if t.steps else f"{t.epochs} epochs in steps"
     each = {
-        "pretrain": f"{recipe.tokens_per_step:,} tokens{' (fewer at first)' if t.batch_ramp_steps else ''}",
+        "pretrain": f"{recipe.tokens_per_step:,} tokens",
         "rl": f"{t.batch_size} questions with {recipe.rl.group_size if recipe.rl else 0} answers each",
     }.get(recipe.workload, f"{t.batch_size} examples")
     return (

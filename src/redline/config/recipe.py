@@ -24,7 +24,6 @@ Positions = Literal["rope", "learned"]
 Activation = Literal["swiglu", "gelu", "relu2"]
 Mixing = Literal["softmax", "favor"]
 Optimizer = Literal["adamw", "muon"]
-MuonIteration = Literal["quintic", "polar"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Compile = Literal["off", "default", "max-autotune-no-cudagraphs"]
@@ -36,8 +35,6 @@ PromptMode = Literal["chat", "text"]
 
 IGNORED = -100
 """A target that counts for nothing; the value that torch's cross entropy takes by default."""
-RAMP = (4, 2)
-"""What a batch is divided by in the stages of its ramp."""
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -78,10 +75,6 @@ class ModelConfig:
     redraw_every: int = 0
     """Updates between two draws of the features; 0: drawn once."""
     init_std: float = 0.02
-    logit_cap: float = 0.0
-    """Logits are bent to stay within plus and minus this: cap x tanh(logit / cap); 0: not."""
-    value_embeddings: bool = False
-    """A second table of embeddings, whose rows every block adds to its values, each head with a learned weight."""
     zero_init: bool = False
     """What blocks add to the residual stream starts at 0: at first the model passes its embeddings on."""
     init_from: str | None = None
@@ -99,9 +92,7 @@ class ModelConfig:
     @property
     def own(self) -> str | None:
         """What no format but ours can hold, as `name value`."""
-        plain = {"attention": "softmax", "logit_cap": 0.0, "value_embeddings": False}
-        differs = (name for name, value in plain.items() if getattr(self, name) != value)
-        return next((f"model.{name} {getattr(self, name)}" for name in differs), None)
+        return None if self.attention == "softmax" else f"model.attention {self.attention}"
 
     @property
     def is_shaped(self) -> bool:
@@ -139,8 +130,6 @@ class TrainConfig:
     """Sequences or examples in one update, over all micro-batches and processes."""
     lr: float
     """Peak learning rate (of AdamW's parameters under Muon)."""
-    batch_ramp_steps: int = 0
-    """Updates on a quarter of the batch, and as many after them on half of it; 0: none."""
     steps: int = 0
     """Updates in the run; fine-tuning may give `epochs` instead."""
     epochs: int = 0
@@ -154,14 +143,8 @@ class TrainConfig:
     """Peak learning rate of the hidden matrices under Muon."""
     muon_warmup_steps: int = 0
     """Updates in which Muon's momentum rises from 0.85 to 0.95."""
-    muon_iteration: MuonIteration = "quintic"
-    """Muon's Newton-Schulz rounds: the same coefficients in each, or the best for each (Polar Express)."""
     muon_normalize: bool = False
     """Whether all rows of Muon's updates are brought to one size, by a running average (NorMuon)."""
-    embed_lr: float | None = None
-    """Peak learning rate of the embeddings, and of a head tied to them; not given: `lr`."""
-    head_lr: float | None = None
-    """The same of an output head that is not tied."""
     softmax_candidates: int = 0
     """Tokens over which the softmax of an update is taken: all its targets, and a uniform sample of the others that stands
     for the rest; 0: the whole vocabulary, as in every validation."""
@@ -202,22 +185,6 @@ class TrainConfig:
     """Updates between checkpoints; 0: only at the end (and on Ctrl-C)."""
     keep_checkpoints: int = 2
     """Checkpoints to keep: the newest ones, and always the best."""
-
-    @property
-    def smallest_batch(self) -> int:
-        """The first one, if the batch ramps up; every pass size divides it."""
-        return self.batch_at(1)
-
-    @property
-    def smallest_named(self) -> str:
-        """The same for messages: `train.batch_size (64)`."""
-        part = f" / {RAMP[0]} (train.batch_ramp_steps)" if self.batch_ramp_steps else ""
-        return f"train.batch_size{part} ({self.smallest_batch})"
-
-    def batch_at(self, step: int) -> int:
-        """Sequences in update `step` (1 is the first)."""
-        stage = (step - 1) // self.batch_ramp_steps if self.batch_ramp_steps else len(RAMP)
-        return self.batch_size // (*RAMP, 1)[min(stage, len(RAMP))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,15 +322,10 @@ class Recipe:
         """The same for one update: a rollout may be split into several."""
         return self.rows_per_step // (self.rl.updates_per_rollout if self.rl else 1)
 
-    @property
-    def smallest_update(self) -> int:
-        """The same for the smallest update: it has fewer while the batch ramps up."""
-        return self.rows_per_update * self.train.smallest_batch // self.train.batch_size
-
     def with_rows(self, rows: int) -> Self:
         """The recipe with updates of another size, for a measurement."""
         if self.rl is None:
-            return replace(self, train=replace(self.train, batch_size=rows, batch_ramp_steps=0))
+            return replace(self, train=replace(self.train, batch_size=rows))
         rl = replace(self.rl, group_size=rows, updates_per_rollout=1)
         return replace(self, rl=rl, train=replace(self.train, batch_size=1))
 

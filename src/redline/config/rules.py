@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from redline.config.recipe import RAMP, Recipe
+from redline.config.recipe import Recipe
 from redline.errors import ConfigError
 
 Rule = tuple[bool, str]
@@ -25,7 +25,7 @@ def check(recipe: Recipe) -> Recipe:
 _SHAPE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size", "context_length")
 _POSITIVE = {
     "model": (*_SHAPE, "num_kv_heads", "head_dim", "norm_eps", "rope_theta", "init_std", "features"),
-    "train": ("batch_size", "lr", "muon_lr", "embed_lr", "head_lr", "eps", "max_hours", "eval_sequences", "keep_checkpoints", "target_loss"),
+    "train": ("batch_size", "lr", "muon_lr", "eps", "max_hours", "eval_sequences", "keep_checkpoints", "target_loss"),
     "task": ("rows",),
     "sample": (
         "samples_per_question", "temperature", "later_temperature", "top_k", "max_new_tokens",
@@ -35,10 +35,10 @@ _POSITIVE = {
     "plan": ("micro_batch", "loss_chunks", "loader_threads", "prefetch", "shards", "slots"),
 }  # fmt: skip
 _NOT_NEGATIVE = {
-    "model": ("redraw_every", "logit_cap"),
+    "model": ("redraw_every",),
     "data": ("seq_len",),
     "train": (
-        "steps", "epochs", "batch_ramp_steps", "muon_warmup_steps", "softmax_candidates", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
+        "steps", "epochs", "muon_warmup_steps", "softmax_candidates", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
         "diagnose_every", "checkpoint_every", "seed",
     ),
     "dfa": ("top_blocks",),
@@ -114,13 +114,6 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
     target = t.target_loss is None or (t.eval_every > 0 and learns)
     needs = "it needs train.eval_every greater than 0, and workload pretrain or finetune"
     yield target, f"train.target_loss ({t.target_loss}) is a validation loss: {needs}"
-    own = t.embed_lr is not None or t.head_lr is not None
-    yield not own or workload == "pretrain", "train.embed_lr and train.head_lr are for workload pretrain"
-    untied = t.head_lr is None or not m.tie_embeddings
-    yield untied, "train.head_lr needs a head that is not tied: give model.tie_embeddings=false"
-    ramped = f"train.batch_ramp_steps needs workload pretrain and a train.batch_size that is a multiple of {RAMP[0]}"
-    divided = workload == "pretrain" and t.batch_size % RAMP[0] == 0
-    yield not t.batch_ramp_steps or divided, f"{ramped}, got {workload} and {t.batch_size}: leave it out"
     some, sampled = f"train.softmax_candidates ({t.softmax_candidates})", bool(t.softmax_candidates)
     plain = workload == "pretrain" and t.rule == "backprop"
     needs = (
@@ -150,9 +143,6 @@ def _shape(recipe: Recipe) -> Iterator[Rule]:
     written = f"workload {recipe.workload} writes a Hugging Face folder or an adapter"
     further = "train it further with workload pretrain and model.init_from"
     yield m.own is None or pretrains, f"{written}, which cannot hold {m.own}: {further}"
-    carried = t.rule == "backprop" or not (m.logit_cap or m.value_embeddings)
-    past = f"train.rule {t.rule} sends its signals past model.logit_cap and model.value_embeddings"
-    yield carried, f"{past}: leave them out"
     grouped = m.num_heads % m.kv_heads == 0
     yield grouped, f"model.num_heads ({m.num_heads}) must be a multiple of model.num_kv_heads ({m.kv_heads})"
     split = m.head_dim is not None or m.hidden_size % m.num_heads == 0
@@ -174,10 +164,9 @@ def _plan(recipe: Recipe) -> Iterator[Rule]:
     yield not (p.graph and recipe.train.orthogonality and recipe.train.orthogonality_warmup_steps), steady
     generates = recipe.workload in ("rft", "rl")
     yield p.slots is None or generates, "plan.slots is for workloads that generate text: leave it out"
-    size = recipe.rows_per_step if recipe.rl else recipe.train.smallest_batch
+    size, groups = recipe.rows_per_step, " x rl.group_size" if recipe.rl else ""
     whole = p.micro_batch is None or size % p.micro_batch == 0
-    rows = f"train.batch_size x rl.group_size ({size})" if recipe.rl else recipe.train.smallest_named
-    yield whole, f"{rows} must be a multiple of plan.micro_batch ({p.micro_batch})"
+    yield whole, f"train.batch_size{groups} ({size}) must be a multiple of plan.micro_batch ({p.micro_batch})"
     if recipe.train.rule == "dfa":
         yield not p.graph, "plan.graph cannot capture train.rule dfa: leave it out"
         blocks = recipe.dfa.depth == "block"

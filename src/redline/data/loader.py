@@ -7,7 +7,7 @@ B: batch, T: sequence.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -67,20 +67,18 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         position: Position | None = None,
-        ramp: Iterable[int] = (),
         threads: int = 1,
         prefetch: int = 2,
         pin_memory: bool = False,
         candidates: tuple[int, int] | None = None,
     ) -> None:
-        """`ramp`: the sizes of the first batches, if they differ. `candidates`: how many tokens the softmax is taken over,
-        of a vocabulary of which size."""
+        """`candidates`: how many tokens the softmax is taken over, of a vocabulary of which size."""
         if batch_size % world_size:
             processes = f"the number of processes ({world_size})"
             raise ConfigError(f"train.batch_size ({batch_size}) must be a multiple of {processes}")
         self.waited_s = 0.0
         """Time that `next` has spent waiting."""
-        self._batch_size, self._ramp, self._rank, self._world_size = batch_size, iter(ramp), rank, world_size
+        self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self._pin, self._seed, self._candidates = pin_memory and torch.cuda.is_available(), seed, candidates
         self._order = source.order(seq_len=seq_len, seed=seed, position=position, threads=threads)
         # A stream reads from one place, so its jobs run one after another and its threads tokenise.
@@ -110,10 +108,11 @@ class Loader:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _submit(self) -> None:
-        size = next(self._ramp, self._batch_size)
-        share = size // self._world_size
+        share = self._batch_size // self._world_size
         own = slice(self._rank * share, (self._rank + 1) * share)
-        job = self._order.claim(size, own if self._candidates is None else slice(size))
+        job = self._order.claim(
+            self._batch_size, own if self._candidates is None else slice(self._batch_size)
+        )
         self._ahead.append(self._pool.submit(self._prepare, job, own))
 
     def _prepare(self, job: Job, own: slice) -> Batch:

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from redline.engine.state import Slots
 from redline.model.attention.state import Room, Rows
-from redline.model.cross_entropy import capped
-from redline.model.transformer import Norm, Transformer, with_values
+from redline.model.transformer import Norm, Transformer
 
-_TABLES = ("embed.weight", "positions.weight", "values.weight")
+_TABLES = ("embed.weight", "positions.weight")
 """Read a row at a time, in their own dtype."""
 
 
@@ -54,10 +53,9 @@ class Forward:
         """Read prompts, padded on the right."""
         M, T = tokens_MT.shape
         x, y = self.model.embedded(tokens_MT, slice(T)), None
-        values = self.model.values_of(tokens_MT)
         for layer, block in enumerate(self.model.blocks):
             attend = functools.partial(self.state.read, layer, prompts_M=prompts_M, lengths_M=lengths_M)
-            x, y = block.parts(x, y, with_values(attend, values))
+            x, y = block.parts(x, y, attend)
         assert y is not None
         last = torch.arange(M, device=self.device), lengths_M.long() - 1
         self.slots.prompt_logits_PV[prompts_M.long()] = self._logits(x[last], y[last])
@@ -68,24 +66,22 @@ class Forward:
         rows = Rows(rows_B, slots.prompt, slots.prompt_len, slots.count)
         if self.one_row is not None and len(rows_B) == 1:
             logits_1V: Tensor = self.one_row.decode(self.model, self.state, slots.last, rows)
-            return capped(logits_1V, self.model.config.logit_cap)
+            return logits_1V
         learned = self.model.positions is not None
         position = (slots.prompt_len[at] + slots.count[at] - 1).long() if learned else None
         tokens = slots.last[at].long()
-        x, y, values = self.model.embedded(tokens, position), None, self.model.values_of(tokens)
+        x, y = self.model.embedded(tokens, position), None
         for layer, block in enumerate(self.model.blocks):
             attend = functools.partial(self.state.step, layer, rows=rows)
-            x, y = block.parts(x, y, with_values(attend, values))
+            x, y = block.parts(x, y, attend)
         return self._logits(x, y)
 
     def _logits(self, x_BD: Tensor, y_BD: Tensor | None) -> Tensor:
         _, h_BD = self.model.norm.add(x_BD, y_BD)
         weight = self.model.head.weight
         if weight.is_cuda and weight.dtype != torch.float32:
-            logits_BV = torch.mm(h_BD, weight.t(), out_dtype=torch.float32)
-        else:
-            logits_BV = F.linear(h_BD, weight).float()
-        return capped(logits_BV, self.model.config.logit_cap)
+            return torch.mm(h_BD, weight.t(), out_dtype=torch.float32)
+        return F.linear(h_BD, weight).float()
 
 
 def _one_row(model: Transformer) -> ModuleType | None:

@@ -27,12 +27,11 @@ MOST_INPUTS = 4096
 
 
 def computes(model: Transformer) -> bool:
-    """Whether the model is of this shape: RMSNorm, SwiGLU, no biases, no table of values, half precision."""
+    """Whether the model is of this shape: RMSNorm, SwiGLU, no biases, half precision."""
     config, half = model.config, model.compute_dtype != torch.float32
     shaped = config.norm == "rmsnorm" and config.activation == "swiglu" and config.positions == "rope"
     small = max(config.hidden_size, config.ffn_size, config.num_heads * config.head_size) <= MOST_INPUTS
-    plain = not (config.bias or config.qkv_bias or config.value_embeddings)
-    return half and shaped and small and plain
+    return half and shaped and small and not (config.bias or config.qkv_bias)
 
 
 @torch.no_grad()

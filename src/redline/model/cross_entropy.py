@@ -3,7 +3,6 @@
     loss_sum = linear_cross_entropy(x_ND, weight_VD, targets_N, how="fused")
     losses_N = linear_cross_entropy(x_ND, weight_VD, targets_N, how="fused", reduction="none")
     linear_cross_entropy(x_ND, weight_VD, targets_N, how="fused", candidates=candidates)   # a softmax over some tokens
-    capped(logits, 30.0)                                       # cap x tanh(logits / cap), which the loss takes too
 
 `torch`: logits, then torch's cross entropy in fp32. `fused` (CUDA, half precision): logits by cuBLAS, then one Triton
 kernel that reads each row, takes its loss and overwrites the row with its gradient, so the logits are held once. At
@@ -64,16 +63,6 @@ Sample = tuple[Tensor, Tensor]
 raised by it."""
 
 
-class _How(NamedTuple):
-    summed: bool
-    cap: float
-    sample: Sample | None
-
-
-def capped(logits: Tensor, cap: float) -> Tensor:
-    return cap * torch.tanh(logits / cap) if cap else logits
-
-
 def linear_cross_entropy(
     x_ND: Tensor,
     weight_VD: Tensor,
@@ -81,27 +70,26 @@ def linear_cross_entropy(
     *,
     how: CrossEntropy,
     reduction: Reduction = "sum",
-    cap: float = 0.0,
     candidates: Candidates | None = None,
 ) -> Tensor:
-    """The cross entropies of `x @ weight.T` (capped) in fp32, or their sum; 0 where the target is IGNORED. With
+    """The cross entropies of `x @ weight.T` in fp32, or their sum; 0 where the target is IGNORED. With
     candidates the softmax is over their rows of the weight alone."""
     sample = None
     if candidates is not None:
         targets_N = candidates.places(targets_N, len(weight_VD))
         sample = candidates.sample(len(weight_VD))
         weight_VD = weight_VD.index_select(0, candidates.tokens_K)
-    weight_VD, rest = weight_VD.to(x_ND.dtype), _How(reduction == "sum", cap, sample)
+    weight_VD, rest = weight_VD.to(x_ND.dtype), (reduction == "sum", sample)
     if how == "fused":
-        fused: Tensor = _Fused.apply(x_ND, weight_VD, targets_N, rest)
+        fused: Tensor = _Fused.apply(x_ND, weight_VD, targets_N, *rest)
         return fused
     if how == "fp8":
         count, extra = len(x_ND), -len(x_ND) % FP8_MULTIPLE
         if extra:
             x_ND, targets_N = F.pad(x_ND, (0, 0, 0, extra)), F.pad(targets_N, (0, extra), value=IGNORED)
-        loss: Tensor = _Fp8.apply(x_ND, weight_VD, targets_N, rest)
+        loss: Tensor = _Fp8.apply(x_ND, weight_VD, targets_N, *rest)
         return loss[:count] if loss.ndim else loss
-    logits_NV = _raised(capped(F.linear(x_ND, weight_VD).float(), cap), sample)
+    logits_NV = _raised(F.linear(x_ND, weight_VD).float(), sample)
     return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction=reduction)
 
 
@@ -115,11 +103,13 @@ def _raised(logits_NV: Tensor, sample: Sample | None) -> Tensor:
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, how: _How) -> Tensor:
+    def forward(
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, summed: bool, sample: Sample | None
+    ) -> Tensor:
         logits_NV = F.linear(x_ND, weight_VD)
-        losses_N = losses_by_kernel(logits_NV, targets_N, logits_NV, how.cap, how.sample)
+        losses_N = losses_by_kernel(logits_NV, targets_N, logits_NV, sample)
         ctx.save_for_backward(x_ND, weight_VD, logits_NV)
-        return losses_N.sum() if how.summed else losses_N
+        return losses_N.sum() if summed else losses_N
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -127,9 +117,9 @@ class _Fused(torch.autograd.Function):
         factor = grad[:, None] if grad.ndim else grad
         dx_ND = ((dlogits_NV @ weight_VD) * factor).to(x_ND.dtype)
         if not ctx.needs_input_grad[1]:  # a frozen head: a third of the head's work
-            return dx_ND, None, None, None
+            return dx_ND, None, None, None, None
         # The factor goes onto the small operand before the sum over tokens, which could overflow fp16 without it.
-        return dx_ND, dlogits_NV.T @ (x_ND * factor).to(x_ND.dtype), None, None
+        return dx_ND, dlogits_NV.T @ (x_ND * factor).to(x_ND.dtype), None, None, None
 
 
 class _Fp8(torch.autograd.Function):
@@ -137,7 +127,9 @@ class _Fp8(torch.autograd.Function):
     its transpose in the backward pass, and as all logits in bf16."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, how: _How) -> Tensor:
+    def forward(
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, summed: bool, sample: Sample | None
+    ) -> Tensor:
         (x8_ND, x_unit), (w8_VD, w_unit) = to_fp8(x_ND), to_fp8(weight_VD)
         gradient_NV = torch.empty(len(x_ND), len(weight_VD), device=x_ND.device, dtype=torch.float8_e5m2)
         row_losses = losses_by_kernel if x_ND.is_cuda else _losses_in_torch
@@ -145,14 +137,12 @@ class _Fp8(torch.autograd.Function):
         halves = zip(*(part.split(half) for part in (x8_ND, targets_N, gradient_NV)), strict=True)
         losses_N = torch.cat([
             # Only this sum is short enough for the tensor cores to keep it in fewer bits than fp32, at a higher rate.
-            row_losses(
-                _product(x8, w8_VD, x_unit * w_unit, x_ND.dtype, fast=True), targets, gradient, how.cap, how.sample
-            )
+            row_losses(_product(x8, w8_VD, x_unit * w_unit, x_ND.dtype, fast=True), targets, gradient, sample)
             for x8, targets, gradient in halves
         ])  # fmt: skip
         ctx.dtype = x_ND.dtype
-        ctx.save_for_backward(x8_ND if how.summed else x_ND, x_unit, w8_VD, w_unit, gradient_NV)
-        return losses_N.sum() if how.summed else losses_N
+        ctx.save_for_backward(x8_ND if summed else x_ND, x_unit, w8_VD, w_unit, gradient_NV)
+        return losses_N.sum() if summed else losses_N
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -163,11 +153,11 @@ class _Fp8(torch.autograd.Function):
         if factor_N1 is not None:
             dx_ND = (dx_ND * factor_N1).to(ctx.dtype)
         if not ctx.needs_input_grad[1]:
-            return dx_ND, None, None, None
+            return dx_ND, None, None, None, None
         if factor_N1 is not None:
             x_ND, x_unit = to_fp8((x_ND * factor_N1).to(ctx.dtype))
         dw_VD = _product(transposed(gradient_NV), transposed(x_ND), x_unit * unit, ctx.dtype)
-        return dx_ND, dw_VD, None, None
+        return dx_ND, dw_VD, None, None, None
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,20 +181,19 @@ def transposed(x8: Tensor) -> Tensor:
 
 
 def _losses_in_torch(
-    logits_NV: Tensor, targets_N: Tensor, gradient_NV: Tensor, cap: float, sample: Sample | None
+    logits_NV: Tensor, targets_N: Tensor, gradient_NV: Tensor, sample: Sample | None
 ) -> Tensor:
     """What `losses_by_kernel` computes."""
-    counted_N1, x_NV = (targets_N != IGNORED)[:, None], capped(logits_NV.float(), cap)
-    logprobs_NV = _raised(x_NV, sample).log_softmax(-1)
+    counted_N1 = (targets_N != IGNORED)[:, None]
+    logprobs_NV = _raised(logits_NV.float(), sample).log_softmax(-1)
     found_NV = logprobs_NV.exp()
-    found_NV.scatter_add_(1, targets_N[:, None] * counted_N1, -torch.ones_like(x_NV[:, :1]))
-    slope_NV = 1 - (x_NV / cap).square() if cap else 1.0
-    gradient_NV.copy_(found_NV * slope_NV * counted_N1 * GRADIENT_SCALE)
+    found_NV.scatter_add_(1, targets_N[:, None] * counted_N1, -torch.ones_like(found_NV[:, :1]))
+    gradient_NV.copy_(found_NV * counted_N1 * GRADIENT_SCALE)
     return F.nll_loss(logprobs_NV, targets_N, ignore_index=IGNORED, reduction="none")
 
 
 def losses_by_kernel(
-    logits_NV: Tensor, targets_N: Tensor, gradient_NV: Tensor, cap: float, sample: Sample | None = None
+    logits_NV: Tensor, targets_N: Tensor, gradient_NV: Tensor, sample: Sample | None = None
 ) -> Tensor:
     """The rows' losses. Writes their gradients, in FP8 times GRADIENT_SCALE; the logits may be the place for them."""
     N, V = logits_NV.shape
@@ -212,7 +201,7 @@ def losses_by_kernel(
     scale = GRADIENT_SCALE if gradient_NV.dtype == torch.float8_e5m2 else 1.0
     _loss_and_gradient[(N,)](
         logits_NV, targets_N, gradient_NV, losses_N, *(sample or (None, None)), V, logits_NV.stride(0), IGNORED,
-        CAP=cap, SCALE=scale, BLOCK=2048, num_warps=4,
+        SCALE=scale, BLOCK=2048, num_warps=4,
     )  # fmt: skip
     return losses_N
 
@@ -228,13 +217,9 @@ def transposed_by_kernel(x8: Tensor) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _capped(x, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-        return CAP - 2 * CAP / (tl.exp(2 * x / CAP) + 1) if CAP != 0.0 else x  # CAP x tanh(x / CAP)
-
-    @triton.jit
     def _loss_and_gradient(  # type: ignore[no-untyped-def]
         logits_ptr, targets_ptr, gradient_ptr, losses_ptr, first_ptr, log_count_ptr, vocab_size, stride, ignored,
-        CAP: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+        SCALE: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """One program a row: a running maximum and sum, then softmax minus one-hot, written over the row or elsewhere.
         It is bound by its instructions for each logit, so what is the same for all goes into the exponents."""
@@ -244,7 +229,7 @@ if triton is not None:
         counts = target != ignored
         target = tl.where(counts, target, 0)
         # Read before any program writes the row; the reductions below are the barrier.
-        target_logit = _capped(tl.load(row_ptr + target).to(tl.float32), CAP)
+        target_logit = tl.load(row_ptr + target).to(tl.float32)
         first, log_count = vocab_size, 0.0
         if first_ptr is not None:
             first, log_count = tl.load(first_ptr), tl.load(log_count_ptr)
@@ -253,7 +238,7 @@ if triton is not None:
         sums = tl.zeros([BLOCK], tl.float32)
         for start in range(0, vocab_size, BLOCK):
             inside = start + lanes < vocab_size
-            x = _capped(tl.load(row_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32), CAP)
+            x = tl.load(row_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32)
             if start + BLOCK > first:
                 x += tl.where(start + lanes < first, 0.0, log_count)
             if start + BLOCK > vocab_size:
@@ -267,16 +252,12 @@ if triton is not None:
         dtype = gradient_ptr.dtype.element_ty
         for start in range(0, vocab_size, BLOCK):
             inside = start + lanes < vocab_size
-            x = _capped(tl.load(row_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32), CAP)
-            raised = x
+            x = tl.load(row_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32)
             if start + BLOCK > first:
-                raised += tl.where(start + lanes < first, 0.0, log_count)
-            gradient = tl.exp(raised - less)
-            gradient = gradient * (1 - (x / CAP) * (x / CAP)) if CAP != 0.0 else gradient
-            tl.store(to_ptr + start + lanes, gradient.to(dtype), mask=inside)
+                x += tl.where(start + lanes < first, 0.0, log_count)
+            tl.store(to_ptr + start + lanes, tl.exp(x - less).to(dtype), mask=inside)
         tl.debug_barrier()  # the target's is written twice; a target stands for itself alone
         at_target = tl.exp(target_logit - less) - tl.where(counts, SCALE, 0.0)
-        at_target = at_target * (1 - (target_logit / CAP) * (target_logit / CAP)) if CAP != 0.0 else at_target
         tl.store(to_ptr + target, at_target.to(dtype))
 
     @triton.jit

@@ -31,12 +31,9 @@ from redline.model import kernels
 from redline.model.attention.packed import Packing, over_copies
 from redline.model.attention.softmax import rope_table
 from redline.model.attention.variants import VARIANTS, Attend
-from redline.model.cross_entropy import Candidates, Reduction, capped, linear_cross_entropy
+from redline.model.cross_entropy import Candidates, Reduction, linear_cross_entropy
 from redline.plan.arithmetic import parameters
 from redline.record.units import format_bytes
-
-VALUE_MIX = 0.5
-"""What a head first adds of the table of values, as in the public speed runs that use one."""
 
 
 class Linear(nn.Linear):
@@ -52,17 +49,6 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """Nothing, as above. torch's own would import its compiler to fill tensors that hold no memory."""
-
-
-class Head(Linear):
-    """From hidden states to logits, bent to stay within plus and minus `cap` if that is given."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config.hidden_size, config.vocab_size, bias=False)
-        self.cap = config.logit_cap
-
-    def forward(self, x: Tensor) -> Tensor:
-        return capped(super().forward(x), self.cap)
 
 
 class Norm(nn.Module):
@@ -103,9 +89,6 @@ class Attention(nn.Module):
         self.out = Linear(width, config.hidden_size, bias=config.bias)
         self.q_norm = Norm(self.head_size, config, kind="rmsnorm") if config.qk_norm else None
         self.k_norm = Norm(self.head_size, config, kind="rmsnorm") if config.qk_norm else None
-        mix = nn.Parameter(torch.empty(self.kv_heads)) if config.value_embeddings else None
-        self.value_mix = mix
-        """How much of a token's row in the table of values each head adds to its values."""
         shape = (self.kv_heads, config.features, self.head_size)
         self.projection = nn.Buffer(torch.empty(shape)) if config.attention == "favor" else None
         """The random directions of kernel attention."""
@@ -120,18 +103,6 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
-
-
-def with_values(attend: Attend, values: Tensor | None) -> Attend:
-    """Attention with these rows, (..., K, C), added to every block's values."""
-    return attend if values is None else functools.partial(_add_values, attend=attend, values=values)
-
-
-def _add_values(attn: Attention, qkv: Tensor, *, attend: Attend, values: Tensor) -> Tensor:
-    assert attn.value_mix is not None
-    rest, v = qkv.split([attn.heads + attn.kv_heads, attn.kv_heads], dim=-2)
-    v = v + attn.value_mix.to(v.dtype)[:, None] * values
-    return attend(attn, torch.cat([rest, v], dim=-2))
 
 
 class FeedForward(nn.Module):
@@ -211,9 +182,7 @@ class Transformer(nn.Module):
         self.positions = Embedding(config.context_length, config.hidden_size) if learned else None
         self.blocks: list[Block] = nn.ModuleList(Block(config) for _ in range(config.num_layers))  # type: ignore[assignment]
         self.norm = Norm(config.hidden_size, config)
-        width = config.kv_heads * config.head_size
-        self.values = Embedding(config.vocab_size, width) if config.value_embeddings else None
-        self.head: Linear = Head(config)
+        self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
         table = (config.context_length, config.head_size)  # `fill` writes them, as it does the weights
         self.rope_cos = nn.Buffer(torch.empty(table), persistent=False)
@@ -268,7 +237,7 @@ class Transformer(nn.Module):
         over = self.variant.over
         if packing is not None and packing.copies is not None:
             over = functools.partial(over_copies, over)
-        attend = with_values(over(self.config, packing, rope, x), self.values_of(tokens_BT))
+        attend = over(self.config, packing, rope, x)
         if through is not None:
             return through(x, attend)
         if self.apart:
@@ -287,12 +256,6 @@ class Transformer(nn.Module):
             x = x + self.positions.weight[at]
         return x.to(self.compute_dtype)
 
-    def values_of(self, tokens: Tensor) -> Tensor | None:
-        """The tokens' rows in the table of values, for `with_values`; None if there is none."""
-        if self.values is None:
-            return None
-        return self.values(tokens).to(self.compute_dtype).unflatten(-1, (self.config.kv_heads, -1))
-
     def _loss(
         self, reduction: Reduction, candidates: Candidates | None, x_ND: Tensor, targets_N: Tensor
     ) -> Tensor:
@@ -302,7 +265,6 @@ class Transformer(nn.Module):
             targets_N,
             how=self.cross_entropy,
             reduction=reduction,
-            cap=self.config.logit_cap,
             candidates=candidates,
         )
 
@@ -360,8 +322,6 @@ def fill(model: Transformer, seed: int) -> None:
         value = torch.empty(parameter.shape, device=parameter.device)
         if "norm" in name or name.endswith("bias"):
             value.fill_(1.0 if name.endswith("weight") else 0.0)
-        elif name.endswith("value_mix"):
-            value.fill_(VALUE_MIX)
         else:
             # One number of 32 bits: a CPU generator takes no more, and would drop a seed put above them.
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any, Literal
 
 from redline.config.load import build
-from redline.config.recipe import RAMP, Recipe
+from redline.config.recipe import Recipe
 from redline.errors import ConfigError, nearest
 from redline.plan.plan import Hardware
 from redline.plan.values import NEEDED_CAPABILITY, VALUES, Beside, Need, needs_cuda, needs_softmax, why_not
@@ -26,9 +26,10 @@ from redline.record.files import shipped
 WorkloadName = Literal["train", "generate", "finetune"]
 EntryEffect = Literal["exact", "rounding", "changes-training"]
 """`exact` and `rounding` as in plan/values.py; `changes-training`: another training, whose speed does not compare."""
-Standing = Literal["switch", "built in", "recipe", "refuted"]
-"""`switch`: `redline ablate` turns it off and on. `built in`: always on. `recipe`: set in the recipe. `refuted`:
-impossible, or about something that does not exist; the note has the arithmetic."""
+Standing = Literal["switch", "built in", "recipe", "thrown out", "refuted"]
+"""`switch`: `redline ablate` turns it off and on. `built in`: always on. `recipe`: set in the recipe. `thrown out`:
+built, measured, and removed because it did not pay; the note has the numbers. `refuted`: impossible, or about something that
+does not exist; the note has the arithmetic."""
 FILE = "optimizations/catalogue.toml"
 PLANNER = "planner"
 GUIDE = "tuning guide"
@@ -107,7 +108,7 @@ class Optimization:
     mends: tuple[str, ...] = ()
     """Causes of `redline diagnose` that it fixes, or that are wrongly blamed on its absence."""
     note: str = ""
-    """What else to know; for a refuted claim, the arithmetic."""
+    """What else to know; for what was thrown out the numbers, for a refuted claim the arithmetic."""
 
     @property
     def claimed(self) -> tuple[float, float] | None:
@@ -122,12 +123,6 @@ class Optimization:
             already = f"{self.change.field} is {value_words(before)} already"
             reasons.append(already if before == after else None)
         return next((reason for reason in reasons if reason), None)
-
-
-def _batch_to_quarter(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
-    batch, micro = recipe.train.batch_size, recipe.plan.micro_batch or 1
-    whole = batch % (RAMP[0] * micro) == 0
-    return None if whole else f"a quarter of {batch} sequences is not a whole number of passes of {micro}"
 
 
 def _vocabulary_to_sample(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
@@ -161,7 +156,6 @@ CONDITIONS: dict[str, Need] = {
     "a batch to cut": lambda recipe, *_: (
         None if recipe.train.batch_size > 1 else "the batch is 1 sequence: it cannot be cut"
     ),
-    "a batch to quarter": _batch_to_quarter,
     "a vocabulary to sample": _vocabulary_to_sample,
 }
 """What an entry may need: each says why a recipe or a machine does not give it, or None."""

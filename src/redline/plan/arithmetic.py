@@ -38,12 +38,10 @@ def parameters(model: ModelConfig) -> Parameters:
     biases = (qkv + D + inner + D) if model.bias else (qkv if model.qkv_bias else 0)
     norm = D * (2 if model.norm == "layernorm" and model.bias else 1)
     block = matrices + biases + 2 * norm + (2 * C if model.qk_norm else 0)
-    block += model.kv_heads if model.value_embeddings else 0
     embedding = model.vocab_size * D
     positions = model.context_length * D if model.positions == "learned" else 0
-    values = model.vocab_size * kv_width if model.value_embeddings else 0
     blocks, hidden = model.num_layers * block, model.num_layers * matrices
-    total = blocks + embedding * (1 if model.tie_embeddings else 2) + positions + values + norm
+    total = blocks + embedding * (1 if model.tie_embeddings else 2) + positions + norm
     return Parameters(total=total, matmul=hidden + embedding, hidden=hidden, blocks=blocks)
 
 
@@ -245,8 +243,6 @@ def memory(
     block = tokens * _block_temporaries(model, precision, recompute, fused)
     below = feedback_blocks(model, dfa) if dfa else 0
     activations = tokens * (model.num_layers - below) * kept_bytes(model, precision, recompute, fused)
-    if model.value_embeddings:  # one row a token, for all blocks
-        activations += tokens * model.kv_heads * model.head_size * BYTES[precision]
     gradients = 4 * learning // shards
     fixed = _workspace_bytes(model, precision, recompute, shards, model.num_layers - below)
     counted = gradients if accumulation > 1 else max(0, gradients - activations - head)
@@ -356,11 +352,11 @@ def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute,
 def _head_bytes(
     model: ModelConfig, tokens: int, precision: str, chunks: int, fused: bool, candidates: int = 0
 ) -> int:
-    """Logits and gradient (one copy if fused, else three, two in fp32, and a third where they are capped), the last
+    """Logits and gradient (one copy if fused, else three, two in fp32), the last
     hidden states with gradients, and the head's weight with its own. The rows of candidates are gathered in fp32, and so
     is their gradient."""
     a, V, D = BYTES[precision], candidates or model.vocab_size, model.hidden_size
-    logits = -(-tokens // chunks) * V * (a if fused else a + (12 if model.logit_cap else 8))
+    logits = -(-tokens // chunks) * V * (a if fused else a + 8)
     gathered = 8 * V * D if candidates else 0
     return logits + tokens * D * 4 * a + (2 * a * V * D if a == 2 else 4 * V * D) + gathered
 

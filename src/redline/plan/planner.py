@@ -46,8 +46,8 @@ def make_plan(
     outside = outside or Outside(environment={})
     if world_size < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {world_size}")
-    if recipe.train.smallest_batch % world_size:
-        raise ConfigError(f"{recipe.train.smallest_named} must be a multiple of {world_size} processes")
+    if (batch := recipe.train.batch_size) % world_size:
+        raise ConfigError(f"train.batch_size ({batch}) must be a multiple of {world_size} processes")
     decide = _Decider(recipe, hardware, world_size, nodes, outside)
     decide.supported(decide.pinned("precision", decide.precision))
     decide.pinned("attention", decide.attention)
@@ -223,7 +223,7 @@ class _Decider:
 
     def _short_update(self) -> tuple[bool, str]:
         """Whether a pre-training update is captured, and why: if launches would hold it up and memory is ample."""
-        pins, share = self.recipe.plan, self.recipe.smallest_update
+        pins, share = self.recipe.plan, self.recipe.rows_per_update
         plain = self.chosen["precision"] == "bf16" and self.recipe.model.attention == "softmax"
         if not plain or pins.recompute not in (None, "none"):
             return False, "measured only in bf16, with softmax attention and without recomputation"
@@ -250,7 +250,7 @@ class _Decider:
         """Micro-batch, accumulation, recomputation and loss chunks together, because they share one memory."""
         rows = self.recipe.rows_per_update
         share = rows // self.world_size
-        micro = self._fit(self.recipe.smallest_update // self.world_size)
+        micro = self._fit(share)
         reason = f"{rows} sequences an update / ({micro} a pass x {self.world_size} process(es))"
         source = self.why["micro_batch"].source
         why = Why(reason=reason, source="environment" if source == "environment" else "rule")
@@ -299,7 +299,7 @@ class _Decider:
             if pin and share % pin[0]:
                 raise ConfigError(
                     f"plan.micro_batch ({pin[0]}) must divide the {share} sequences that each process takes"
-                    f" of {self.recipe.train.smallest_named}"
+                    f" of train.batch_size ({self.recipe.train.batch_size})"
                 )
             profile = self.outside.profile
             return None if pin and profile and pin[0] > profile.micro_batch else pin
@@ -309,18 +309,14 @@ class _Decider:
             within = max(divisor for divisor in range(1, min(most, share) + 1) if share % divisor == 0)
             reason = f"{set_} in the environment, an upper bound: the largest divisor of {share} examples within it"
             return within, Why(reason=reason, source="environment")
-        whole = self.recipe.rows_per_update // self.world_size
         if size is None:
             assert times is not None
-            size = whole // times if whole % times == 0 else 0
-        if size == 0 or share % size or (times is not None and size * times != whole):
-            ramp = (
-                f", and the micro-batch must divide {share} (train.batch_ramp_steps)" if share < whole else ""
-            )
+            size = share // times if share % times == 0 else 0
+        if size == 0 or share % size or (times is not None and size * times != share):
             raise ConfigError(
                 f"{set_} in the environment must keep the recipe's batch: micro-batch x accumulation must be"
-                f" {whole} (train.batch_size {self.recipe.train.batch_size} over {self.world_size}"
-                f" process(es)){ramp}; unset or correct them"
+                f" {share} (train.batch_size {self.recipe.train.batch_size} over {self.world_size}"
+                f" process(es)); unset or correct them"
             )
         return size, Why(reason=f"{set_} in the environment", source="environment")
 

@@ -124,7 +124,7 @@ class Sequences:
 
     def __init__(self, *, pass_size: int, share: int) -> None:
         self.pass_size, self._share = pass_size, share
-        """`share`: sequences of the smallest batch on one process; every pass size divides it."""
+        """`share`: sequences of a batch on one process; every pass size divides it."""
 
     def passes(self, learner: Learner, batch: SequenceBatch) -> Iterable[Pass]:
         device, model = learner.process.device, learner.model
@@ -135,7 +135,6 @@ class Sequences:
             yield learner.rule.learn(model, x_BT, y_BT, candidates=candidates_of(there.candidates))
 
     def shapes_from(self, batch: SequenceBatch) -> list[Grid]:
-        """One: while a batch ramps up, the next shape is captured when it comes."""
         candidates = 0 if batch.candidates is None else len(batch.candidates)
         return [Grid(batch.rows // self.pass_size, self.pass_size, batch.inputs_BT.shape[1], candidates)]
 

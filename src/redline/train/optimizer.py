@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redline.config.recipe import ModelConfig, MuonIteration, TrainConfig, UpdateKernels
+from redline.config.recipe import ModelConfig, TrainConfig, UpdateKernels
 from redline.model.flat import joined, zeros_like
 from redline.model.transformer import Transformer, part_of
 from redline.plan.arithmetic import MUON_STACK
@@ -32,16 +32,6 @@ from redline.train.process import full, is_spread
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration, chosen by Muon's author for a steep slope at zero."""
 ROUNDS = 5
-POLAR_EXPRESS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
-"""Of five rounds in turn: the best for singular values from 0.001 to 1, with a margin for bf16 (arXiv 2505.16932)."""
-POLAR_MARGIN = 1.02
-"""By which its input stays below norm 1."""
 MOMENTUM = (0.85, 0.95)
 """Muon's at the first update and after its warm-up."""
 
@@ -86,11 +76,10 @@ class Muon(_Uncompiled):
         lr: float,
         weight_decay: float,
         momentum: float = MOMENTUM[1],
-        iteration: MuonIteration = "quintic",
         normalize: bool = False,
     ) -> None:
         given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        super().__init__(params, {**given, "iteration": iteration, "normalize": normalize, "rows": ()})
+        super().__init__(params, {**given, "normalize": normalize, "rows": ()})
         for group in self.param_groups:
             for stack in _stacks(group["params"]):
                 first = stack[0]
@@ -115,7 +104,7 @@ class Muon(_Uncompiled):
         """Learning rate and momentum may be tensors, which a captured update reads anew at each replay; at a rate of 0 and a
         momentum of 1 nothing changes."""
         lr, momentum, rows = group["lr"], group["momentum"], group["rows"] or stack[0].shape[:1]
-        update, scale_PR = _orthogonal(self._ahead(stack, momentum), rows, group["iteration"])
+        update, scale_PR = _orthogonal(self._ahead(stack, momentum), rows)
         scale_PR = scale_PR.to(stack[0].dtype)
         if group["normalize"]:
             seen = self._slots("row_mean_square", stack)
@@ -155,13 +144,13 @@ def _average(
     return averages, new
 
 
-def _orthogonal(x_PRC: Tensor, rows: tuple[int, ...], iteration: MuonIteration) -> tuple[Tensor, Tensor]:
+def _orthogonal(x_PRC: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Each matrix of a stack made orthogonal, those below each other one by one; and by how much Muon's author scales
     each row."""
     done, scales, at, columns = [], [], 0, x_PRC.shape[-1]
     for size, same in groupby(rows):
         end = at + size * len(list(same))
-        each = orthogonalize(x_PRC[:, at:end].reshape(-1, size, columns), iteration)
+        each = orthogonalize(x_PRC[:, at:end].reshape(-1, size, columns))
         done.append(each.reshape(len(x_PRC), -1, columns))
         scales.append(x_PRC.new_full((1, end - at), max(1.0, size / columns) ** 0.5, dtype=torch.float32))
         at = end
@@ -176,13 +165,13 @@ def _even(square_PR: Tensor, mean_square_PR: Tensor) -> Tensor:
     return over_PR * (before / after.clamp(min=1e-8))
 
 
-def orthogonalize(x: Tensor, iteration: MuonIteration = "quintic") -> Tensor:
+def orthogonalize(x: Tensor) -> Tensor:
     """Push the singular values of each matrix of a stack towards one."""
-    polar = iteration == "polar"
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * (POLAR_MARGIN if polar else 1.0)).clamp(min=1e-7)
-    for a, b, c in POLAR_EXPRESS if polar else (NEWTON_SCHULZ,) * ROUNDS:
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(ROUNDS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
@@ -216,8 +205,6 @@ def make_optimizers(
     graph will change the weights, and with them the counts of updates."""
     matrices, vectors = [], []
     hidden: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-    rates = {"embed.weight": train.embed_lr, "values.weight": train.embed_lr, "head.weight": train.head_lr}
-    own: dict[str, list[Tensor]] = {name: [] for name in rates}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -225,14 +212,11 @@ def make_optimizers(
             vectors.append(p)
         elif train.optimizer == "muon" and name.startswith("blocks."):
             hidden[_rows(name, model.config)].append(p)
-        elif rates.get(name) is not None:
-            own[name].append(p)
         else:
             matrices.append(p)
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": train.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
-        *({"params": own[name], "weight_decay": train.weight_decay, "lr": rates[name]} for name in own),
     ]
     groups = [group for group in groups if group["params"]]
     optimizers: list[torch.optim.Optimizer] = []
@@ -240,8 +224,8 @@ def make_optimizers(
         optimizers.append(_adamw(groups, train, kernels, captured))
     if hidden:
         parts = [{"params": params, "rows": rows} for rows, params in hidden.items()]
-        how: dict[str, Any] = {"iteration": train.muon_iteration, "normalize": train.muon_normalize}
-        optimizers.append(Muon(parts, lr=train.muon_lr, weight_decay=train.weight_decay, **how))
+        decay, normalize = train.weight_decay, train.muon_normalize
+        optimizers.append(Muon(parts, lr=train.muon_lr, weight_decay=decay, normalize=normalize))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]

@@ -43,7 +43,7 @@ class UpdateArms:
         recipe = changed(self.recipe, state)
         pins = {**asdict(recipe.plan), **{name: value for name, value in state.items() if name in PINS}}
         if pins["micro_batch"] is not None:
-            pins["micro_batch"] = max(d for d in divisors(recipe.smallest_update) if d <= pins["micro_batch"])
+            pins["micro_batch"] = max(d for d in divisors(recipe.rows_per_update) if d <= pins["micro_batch"])
         if pins["precision"] == "fp32" and state.get("tf32"):
             pins["precision"] = "tf32"
         for name in ("cross_entropy", "attention", "graph"):  # what is not possible is left to the planner
@@ -134,7 +134,7 @@ def rehearsed(recipe: Recipe) -> Recipe:
         recipe,
         workload="finetune",
         model=replace(recipe.model, init_from=RANDOM_WEIGHTS),
-        train=replace(recipe.train, steps=0, epochs=1, eval_every=0, early_stop_evals=0, batch_ramp_steps=0),
+        train=replace(recipe.train, steps=0, epochs=1, eval_every=0, early_stop_evals=0),
         lora=recipe.lora or LoraConfig(),
     )
 

@@ -111,11 +111,6 @@ class Case:
         return self.trainer.learner.model
 
     @property
-    def tables(self) -> int:
-        """In which a pass looks up its tokens."""
-        return 1 + self.model.config.value_embeddings
-
-    @property
     def mixing(self) -> str:
         return self.model.config.attention
 
@@ -312,9 +307,9 @@ def _loss_chunks(case: Case) -> Check:
 
 
 def _passes(case: Case) -> Check:
-    """Every pass looks up its tokens once in each table. Only a few passes of a long update were run."""
+    """Every pass looks up its tokens once. Only a few passes of a long update were run."""
     name, plan = "passes of an update", case.plan
-    seen = Counter({shape: count // case.tables for shape, count in Counter(case.in_update.embedded).items()})
+    seen = Counter(case.in_update.embedded)
     if plan.graph:
         return absent(name, IN_THE_GRAPH)
     run = case.trainer.plan.accumulation
