@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="torch for CPUs comes without Triton; `make kernels` brings it")
 
 from redline.config.recipe import IGNORED, LoraConfig, ModelConfig
-from redline.model import kernels, transformer
+from redline.model import cross_entropy, kernels, transformer
 from redline.model.attention import heads
 from redline.model.attention.softmax import rope_table, rotate
 from redline.model.cross_entropy import Candidates, linear_cross_entropy
@@ -27,7 +27,18 @@ CONFIG = ModelConfig(vocab_size=32, num_layers=2, hidden_size=16, num_heads=2, f
 
 
 @pytest.mark.parametrize(
-    "case", ["norm", "last_norm", "first_norm", "swiglu", "relu_squared", "rotation", "loss", "model"]
+    "case",
+    [
+        "norm",
+        "last_norm",
+        "first_norm",
+        "swiglu",
+        "relu_squared",
+        "rotation",
+        "loss",
+        "fp8_gradient",
+        "model",
+    ],
 )
 def test_a_kernel_and_its_gradient(case: str) -> None:
     done = subprocess.run(
@@ -70,21 +81,50 @@ def with_gradients(used: slice, *, added: bool = True) -> tuple[list[Tensor], li
 
 
 def rotation() -> tuple[list[Tensor], list[Tensor]]:
-    """Two rows of 20 tokens, so that the last block of 32 is not full; heads narrower than a power of two."""
-    q_heads, kv_heads, width = 3, 2, 24
-    config = replace(CONFIG, head_dim=width, context_length=20)
+    """Two rows of 21 tokens, so that the last block of 8 is not full; heads narrower than a power of two, and so small
+    that the norm's epsilon counts. As a function, and as the operation that a compiler sees."""
+    q_heads, kv_heads, width, T = 3, 2, 24, 21
+    config = replace(CONFIG, head_dim=width, context_length=T)
     cos, sin = rope_table(config)
-    qkv = torch.randn(40, q_heads + 2 * kv_heads, width, requires_grad=True)
+    qkv = (3e-3 * torch.randn(2 * T, q_heads + 2 * kv_heads, width)).requires_grad_()
     weights = [torch.randn(width, requires_grad=True) for _ in range(2)]
-    ours = heads.normed_and_rotated(qkv, *weights, cos, sin, 1e-5, q_heads, kv_heads)
+    given = qkv, *weights, cos, sin, 1e-5, q_heads, kv_heads
     *qk, v = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
     normed = (
-        F.rms_norm(x, (width,), weight, 1e-5).unflatten(0, (2, 20))
+        F.rms_norm(x, (width,), weight, 1e-5).unflatten(0, (2, T))
         for x, weight in zip(qk, weights, strict=True)
     )
     theirs = (*(rotate(x, (cos, sin)).flatten(0, 1) for x in normed), v)
-    out = [torch.randn_like(x) for x in ours]
-    return tuple([*found, *torch.autograd.grad(found, [qkv, *weights], out)] for found in (ours, theirs))
+    out = [torch.randn_like(x) for x in theirs]
+    once, again, expected = (
+        [*found, *torch.autograd.grad(found, [qkv, *weights], out)]
+        for found in (heads.normed_and_rotated(*given), heads._operation(*given), theirs)
+    )
+    return [*once, *again], expected * 2
+
+
+def fp8_gradient() -> tuple[list[Tensor], list[Tensor]]:
+    """Its scale, kept in fp32 here. A row that does not count has none, though its logits have overflowed; nor has a target
+    that is no token, which must not be written elsewhere."""
+    logits, targets = torch.randn(6, 300), torch.tensor([3, IGNORED, 299, 0, IGNORED, 7])
+    logits[1], logits[4, 5] = float("inf"), float("nan")
+    gradients = [torch.full((6, 300), 9.0) for _ in range(2)]
+    with (
+        patch.object(cross_entropy, "GRADIENT_SCALE", 2.0**14),
+        patch.object(torch, "float8_e5m2", torch.float32),
+    ):
+        found = cross_entropy.losses_by_kernel(logits.clone(), targets, gradients[0])
+        counted = targets != IGNORED
+        expected = torch.zeros(6)
+        expected[counted] = cross_entropy._losses_in_torch(
+            logits[counted], targets[counted], part := torch.empty(4, 300), None
+        )
+    gradients[1].zero_()[counted] = part
+    wild = torch.zeros(2, 300)
+    cross_entropy.losses_by_kernel(torch.randn(1, 300), torch.tensor([305]), wild[:1])
+    assert not wild[1].any()
+    # scaled back, so that the bound of all cases holds
+    return [found, gradients[0] / 2**14], [expected, gradients[1] / 2**14]
 
 
 def loss() -> tuple[list[Tensor], list[Tensor]]:

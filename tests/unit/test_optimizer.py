@@ -134,6 +134,7 @@ def test_normalised_updates_have_rows_of_one_size_and_the_length_they_had():
             muon.step()
         update = plain.detach()
         seen = 0.95 * seen + 0.05 * update.square().mean(1)
+        assert_close(muons[1].state[p]["row_mean_square"], seen)
         expected = update / seen.sqrt()[:, None]
         expected *= update.norm() / expected.norm()
         assert_close(p, expected)
@@ -141,6 +142,20 @@ def test_normalised_updates_have_rows_of_one_size_and_the_length_they_had():
             sizes = [q.detach().norm(dim=1) for q in (plain, p)]
             assert sizes[0].max() > 1.5 * sizes[0].min(), "there must be something to even out"
             assert_close(sizes[1], torch.full((48,), float(update.norm()) / 48**0.5))
+
+
+def test_muon_leaves_a_matrix_without_a_gradient_alone():
+    torch.manual_seed(0)
+    params = nn.ParameterList(nn.Parameter(torch.randn(16, 8)) for _ in range(3))
+    alone = nn.ParameterList(copy.deepcopy(params[i]) for i in (0, 2))
+    for p, q in zip((params[0], params[2]), alone, strict=True):
+        p.grad, q.grad = (g := torch.randn(16, 8)), g.clone()
+    before = params[1].detach().clone()
+    for each in (params, alone):
+        Muon(each, lr=0.02, weight_decay=0.1, normalize=True).step()
+    assert torch.equal(params[1], before)
+    for p, q in zip((params[0], params[2]), alone, strict=True):
+        assert_close(p, q)
 
 
 def test_muon_stacks_in_pieces_change_nothing(monkeypatch):

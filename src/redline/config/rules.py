@@ -120,7 +120,7 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
         f"{some} needs workload pretrain and train.rule backprop, got {workload} and {t.rule}: leave it out"
     )
     yield not sampled or plain, needs
-    fewer = t.softmax_candidates < m.vocab_size
+    fewer = not m.is_shaped or t.softmax_candidates < m.vocab_size
     yield not sampled or fewer, f"{some} must be below model.vocab_size ({m.vocab_size}): 0 takes all tokens"
     held_out = t.eval_every == 0 or d.valid_fraction > 0
     yield held_out, "train.eval_every needs a validation split: give data.valid_fraction greater than 0"

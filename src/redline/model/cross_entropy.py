@@ -227,9 +227,9 @@ if triton is not None:
         row_ptr, to_ptr = logits_ptr + row * stride, gradient_ptr + row * stride
         target = tl.load(targets_ptr + row)
         counts = target != ignored
-        target = tl.where(counts, target, 0)
         # Read before any program writes the row; the reductions below are the barrier.
-        target_logit = tl.load(row_ptr + target).to(tl.float32)
+        there = counts & (target < vocab_size)
+        target_logit = tl.load(row_ptr + target, mask=there, other=0.0).to(tl.float32)
         first, log_count = vocab_size, 0.0
         if first_ptr is not None:
             first, log_count = tl.load(first_ptr), tl.load(log_count_ptr)
@@ -248,17 +248,22 @@ if triton is not None:
             highest = higher
         log_sum = highest + tl.log(tl.sum(sums, axis=0))
         tl.store(losses_ptr + row, tl.where(counts, log_sum - target_logit, 0.0))
-        less = tl.where(counts, log_sum - tl.log(SCALE), float("inf"))
         dtype = gradient_ptr.dtype.element_ty
-        for start in range(0, vocab_size, BLOCK):
-            inside = start + lanes < vocab_size
-            x = tl.load(row_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32)
-            if start + BLOCK > first:
-                x += tl.where(start + lanes < first, 0.0, log_count)
-            tl.store(to_ptr + start + lanes, tl.exp(x - less).to(dtype), mask=inside)
+        less = log_sum - tl.log(SCALE)
+        if counts:
+            for start in range(0, vocab_size, BLOCK):
+                inside = start + lanes < vocab_size
+                x = tl.load(row_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32)
+                if start + BLOCK > first:
+                    x += tl.where(start + lanes < first, 0.0, log_count)
+                tl.store(to_ptr + start + lanes, tl.exp(x - less).to(dtype), mask=inside)
+        else:  # whatever its logits are, which may be infinite
+            for start in range(0, vocab_size, BLOCK):
+                zeros = tl.zeros([BLOCK], tl.float32).to(dtype)
+                tl.store(to_ptr + start + lanes, zeros, mask=start + lanes < vocab_size)
         tl.debug_barrier()  # the target's is written twice; a target stands for itself alone
-        at_target = tl.exp(target_logit - less) - tl.where(counts, SCALE, 0.0)
-        tl.store(to_ptr + target, at_target.to(dtype))
+        at_target = tl.exp(target_logit - less) - SCALE
+        tl.store(to_ptr + target, at_target.to(dtype), mask=there)
 
     @triton.jit
     def _transpose(from_ptr, to_ptr, rows, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -5,7 +5,8 @@
 A compiler makes six kernels of it, and those of the backward pass between them in fp32: 1.7 of the 21.6 ms of a small
 model's update on an H200. Here one kernel reads the projection and one reads the gradients; the values are copied along,
 because the gradient of a slice would be added to the others by a kernel of its own. The products of the weights'
-gradient are summed for each block of tokens here, and over the blocks by torch. CUDA and half precision only.
+gradient are summed for each block of tokens here, and over the blocks by torch. CUDA and half precision only. A compiler
+sees one operation; without one it is no operation, whose first call would import the compiler, in 0.9 s.
 
 Shapes: N tokens, H all heads of the projection (queries, keys, values), C head width, T positions: token n is at n % T.
 """
@@ -23,15 +24,21 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
+able = triton is not None
 BLOCK, WARPS = 8, 4
 """Tokens of a program, which takes all of their heads: they share its angles and weights."""
 
 
-@torch.library.custom_op("redline::normed_and_rotated", mutates_args=())
-def normed_and_rotated(
+def normed_and_rotated(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """From (qkv, q_weight, k_weight, cos, sin, eps, q_heads, kv_heads): queries, keys and values, each (N, heads, C)."""
+    found: tuple[Tensor, Tensor, Tensor]
+    found = (_operation if torch.compiler.is_compiling() else _Function.apply)(*given)
+    return found
+
+
+def launch(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, q_heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Queries, keys and values, each (N, heads, C)."""
     qkv = qkv.contiguous()
     q, k, v = (qkv.new_empty(len(qkv), heads, qkv.shape[2]) for heads in (q_heads, kv_heads, kv_heads))
     _forward[(_blocks(qkv),)](
@@ -40,8 +47,7 @@ def normed_and_rotated(
     return q, k, v
 
 
-@torch.library.custom_op("redline::normed_and_rotated_backward", mutates_args=())
-def normed_and_rotated_backward(
+def launch_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv, qkv = (x.contiguous() for x in (dq, dk, dv, qkv))
@@ -69,14 +75,20 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, Any]:
     return {**sizes, "BLOCK": BLOCK, "num_warps": WARPS}
 
 
-@normed_and_rotated.register_fake
+_operation = torch.library.custom_op("redline::normed_and_rotated", launch, mutates_args=())
+_backward_operation = torch.library.custom_op(
+    "redline::normed_and_rotated_backward", launch_backward, mutates_args=()
+)
+
+
+@_operation.register_fake
 def _(
     qkv: Tensor, _q: Tensor, _k: Tensor, _cos: Tensor, _sin: Tensor, _eps: float, q_heads: int, kv_heads: int
 ) -> tuple[Tensor, ...]:
     return tuple(qkv.new_empty(qkv.shape[0], heads, qkv.shape[2]) for heads in (q_heads, kv_heads, kv_heads))
 
 
-@normed_and_rotated_backward.register_fake
+@_backward_operation.register_fake
 def _(_dq: Tensor, _dk: Tensor, _dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *_: Any) -> Any:
     return torch.empty_like(qkv).contiguous(), torch.empty_like(q_weight), torch.empty_like(k_weight)
 
@@ -86,11 +98,23 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _gradients(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-    return *normed_and_rotated_backward(dq, dk, dv, *ctx.saved_tensors, ctx.eps), None, None, None, None, None
+def _gradients(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward_operation(*given, *ctx.saved_tensors, ctx.eps), None, None, None, None, None
 
 
-normed_and_rotated.register_autograd(_gradients, setup_context=_keep)
+_operation.register_autograd(_gradients, setup_context=_keep)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        _keep(ctx, given, None)
+        return launch(*given)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        given = (dq, dk, dv, *ctx.saved_tensors, ctx.eps)
+        return *launch_backward(*given), None, None, None, None, None
 
 
 if triton is not None:
@@ -110,8 +134,8 @@ if triton is not None:
     @triton.jit
     def _angles(n, column, cos_ptr, sin_ptr, N, T, HALF: tl.constexpr):
         inside, at = (n < N) & (column < HALF), (n % T) * 2 * HALF + column
-        cos = tl.load(cos_ptr + at, mask=inside, other=0.0)
-        return inside, cos, tl.load(sin_ptr + at, mask=inside, other=0.0)
+        cos = tl.load(cos_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        return inside, cos, tl.load(sin_ptr + at, mask=inside, other=0.0).to(tl.float32)
 
     @triton.jit
     def _copy(x_ptr, to_ptr, row, to_row, inside, HEADS: tl.constexpr, HALF: tl.constexpr):
