@@ -104,7 +104,14 @@ def test_a_model_to_start_from_brings_its_own_shape(minimal):
     shape = [f"model.{name}=none" for name in ("vocab_size", "num_layers", "hidden_size", "num_heads")]
     assert "model.vocab_size must be greater than 0, got 0" in refusal(minimal, *shape)
     recipe = load_recipe(
-        minimal, ["model.init_from=m", *shape, "model.ffn_size=none", "model.context_length=none"]
+        minimal,
+        [
+            "model.init_from=m",
+            *shape,
+            "model.ffn_size=none",
+            "model.context_length=none",
+            "train.softmax_candidates=9",
+        ],
     )
     assert not recipe.model.is_shaped
     for name in ("ffn_size", "num_heads"):
