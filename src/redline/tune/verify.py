@@ -50,6 +50,7 @@ from redline.train.objective import candidates_of
 from redline.train.packed import Example, Packed
 from redline.train.process import Process
 from redline.train.restore import open_weights
+from redline.train.step import Lesson
 from redline.tune.checks import CHECKS, WATCHED, Case, Numbers, generation_graphs, log_probabilities
 from redline.tune.evidence import Check, checked, profiled
 
@@ -232,7 +233,7 @@ def _reference(
     rule = rule_of(recipe, reference)
     with plain_fp32():
         for x_T, y_T in rows:
-            one = rule.learn(reference, x_T[None], y_T[None], candidates=candidates)
+            one = rule.learn(reference, Lesson(x_T[None], y_T[None], None, candidates))
             total += float(one.run(1 / targets, lambda phase: None)["loss"]) / targets
     return Numbers(total, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
 
