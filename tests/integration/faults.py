@@ -208,11 +208,11 @@ def slow_network(block: int, tally: str, delay_s: float = 0.0, bytes_per_s: floa
 def counted_time(slow_rank: int, times: int) -> None:
     """The instruments' clock moves by a millisecond a look; on one process by so many: it is that many times as slow,
     whatever the machine does."""
-    from redline.train import instruments
+    from redline.train import clock
 
     tick_s = 0.001 * (times if os.environ["RANK"] == str(slow_rank) else 1)
     ticks = itertools.count()
-    instruments.time = SimpleNamespace(perf_counter=lambda: next(ticks) * tick_s)
+    clock.time = SimpleNamespace(perf_counter=lambda: next(ticks) * tick_s)
 
 
 def waits_elsewhere() -> None:

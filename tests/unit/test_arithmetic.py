@@ -34,6 +34,7 @@ from redline.plan.arithmetic import (
 )
 from redline.train.feedback import ALIGNED, FeedbackAlignment, RandomFeedback
 from redline.train.optimizer import make_optimizers
+from redline.train.step import Lesson
 
 PRETRAINING = [name for name in shipped() if load_recipe(name).workload == "pretrain"]
 
@@ -143,7 +144,7 @@ def test_the_products_of_feedback_alignment_equal_torchs_count(changes):
     model = build_model(config, device="cpu", seed=0)
     rule = FeedbackAlignment(dfa, RandomFeedback(config, dfa, seed=0))
     with FlopCounterMode(display=False) as counter:
-        rule.learn(model, tokens, tokens).run(1.0, lambda phase: None)
+        rule.learn(model, Lesson(tokens, tokens)).run(1.0, lambda phase: None)
     counted = flops_per_token(config, 16, dfa=dfa) - attention_flops(config, 16)
     again = 2 * parameters(config).hidden * feedback_blocks(config, dfa) // config.num_layers
     again += 2 * config.vocab_size * config.hidden_size if dfa.error == "logits" else 0

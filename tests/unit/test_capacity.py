@@ -177,8 +177,12 @@ def test_plan_shows_a_row_for_each_number_of_gpus_and_the_cost(
     taken, given = [line for line in out.splitlines() if line.startswith("  16  ")]
     assert "HSDP 2x8" in taken
     assert given.split()[-2:] == [f"{hours:,.1f}", f"{hours * 2.5:,.2f}"]
-    for text in ("data parallel", "80% of 450 GB/s", "50 GB/s", "It still scales on 16 GPUs"):
+    for text in ("a copy in every node", "80% of 450 GB/s", "50 GB/s", "It still scales on 16 GPUs"):
         assert text in out
+    out = printed(capsys, monkeypatch, "gpt-1.3b", "--as", "16xh100-80g", "--set", "plan.shards=1")
+    assert "data parallel" in next(line for line in out.splitlines() if line.startswith("  16  ")), (
+        "another layout"
+    )
 
 
 def test_plan_stands_beside_the_guides_targets_read_per_gpu(

@@ -23,7 +23,7 @@ from redline.plan.hardware import hardware_as
 from redline.plan.planner import make_plan
 from redline.record.read import read_run
 from redline.report.figures import time_parts
-from redline.train import instruments as clock
+from redline.train import clock
 from redline.train.instruments import Instruments, Work
 from redline.train.process import time_waits, waiting
 from redline.train.step import Update

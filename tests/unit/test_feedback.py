@@ -23,7 +23,7 @@ from redline.train.feedback import FeedbackAlignment, RandomFeedback
 from redline.train.optimizer import make_optimizers
 from redline.train.packed import Example, exact, pack, unpack
 from redline.train.process import Process
-from redline.train.step import BackPropagation, Learner, Rule, update
+from redline.train.step import BackPropagation, Learner, Lesson, Rule, update
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61, "num_layers": 3, "hidden_size": 16, "num_heads": 2, "ffn_size": 24, "context_length": 12,
@@ -67,7 +67,7 @@ def random_feedback(config: ModelConfig, dfa: DfaConfig) -> RandomFeedback:
 def learned(model: Transformer, rule: Rule, *work: Any, weight: float = WEIGHT) -> tuple[float, Gradients]:
     """Loss and gradients of one pass, and nothing left on the model."""
     model.zero_grad(set_to_none=True)
-    loss = rule.learn(model, *work).run(weight, lambda phase: None)["loss"]
+    loss = rule.learn(model, Lesson(*work)).run(weight, lambda phase: None)["loss"]
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return float(loss), found
@@ -389,6 +389,6 @@ def test_each_rule_learns(how):
     successor, losses = torch.randperm(61, generator=generator), []
     for _ in range(150):
         tokens_BT = torch.randint(61, (8, 12), generator=generator)
-        one = rule.learn(model, tokens_BT, successor[tokens_BT])
+        one = rule.learn(model, Lesson(tokens_BT, successor[tokens_BT]))
         losses.append(float(update(learner, [one], targets=96).numbers["loss"]))
     assert sum(losses[-20:]) / 20 < math.log(61) - 5 / math.sqrt(20 * 96)

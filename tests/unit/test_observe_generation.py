@@ -18,10 +18,10 @@ from redline.diagnose.read import read
 from redline.diagnose.rules import diagnose
 from redline.errors import ConfigError
 from redline.observe import facts
-from redline.observe.clock import Clock
 from redline.observe.generation import LEAST_CALLS, Call, Calls, CallTimes, hookable, repeats
 from redline.plan.hardware import hardware_as
 from redline.record.metrics import METRICS
+from redline.train.clock import Clock
 
 pytestmark = pytest.mark.usefixtures("clock")
 

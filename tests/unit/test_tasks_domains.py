@@ -403,5 +403,13 @@ def test_without_reasoning_gym_one_line_names_the_extra(monkeypatch):
 
 def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "wtq_train.jsonl.gz").write_bytes(b"not gzip")
-    with pytest.raises(DataError, match=r"wtq_train.jsonl.gz cannot be read as gzipped JSONL"):
-        load_task("tables", str(tmp_path)).questions("train", None, 0)
+    task = load_task("tables", str(tmp_path))
+    with pytest.raises(DataError, match=r"wtq_train.jsonl.gz cannot be read: "):
+        task.questions("train", None, 0)
+    for wrong, named in (
+        ("{}\n[1]", "row 2: not a JSON object .got list"),
+        ("{", "row 1: not a JSON object .Expecting"),
+    ):
+        (tmp_path / "wtq_train.jsonl.gz").write_bytes(gzip.compress(wrong.encode()))
+        with pytest.raises(DataError, match=named):
+            task.questions("train", None, 0)

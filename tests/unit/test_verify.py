@@ -31,7 +31,7 @@ from redline.plan.planner import make_plan
 from redline.record.files import cache_folder
 from redline.train import execution, loop
 from redline.train.objective import Eager
-from redline.train.step import BackPropagation
+from redline.train.step import BackPropagation, Lesson
 from redline.tune import checks as room
 from redline.tune import evidence
 from redline.tune import verify as watching
@@ -196,7 +196,7 @@ def test_attention_on_a_gpu_is_that_of_every_block(
 def test_passes_of_another_size_are_found() -> None:
     """On paper: as many as planned, of other sequences."""
     plan = plan_for("plan.micro_batch=2")
-    rows = [(torch.zeros(32), torch.zeros(32))] * 2
+    rows = [Lesson(torch.zeros(1, 32), torch.zeros(1, 32))] * 2
     trainer = SimpleNamespace(plan=plan)
     case: Any = SimpleNamespace(plan=plan, rows=rows, packed=False, trainer=trainer, tables=1)
     for embedded, status in (

@@ -32,7 +32,7 @@ from redline.train.open_run import OpenRun
 from redline.train.optimizer import AdamW, make_optimizers, set_lr
 from redline.train.packed import ExampleBatch, Packed, pack_row
 from redline.train.process import Process
-from redline.train.step import BackPropagation, Learner, Update, update
+from redline.train.step import BackPropagation, Learner, Lesson, Update, update
 from redline.train.workspace import HELD, Workspace, workspace_of
 
 ALONE = Process(0, 1, torch.device("cpu"))
@@ -335,7 +335,7 @@ def test_nothing_of_autograd_s_graph_outlives_an_update(monkeypatch: pytest.Monk
         with workspace.in_use():
             update(
                 replace(learner, before_update=workspace.take_gradients),
-                [learner.rule.learn(learner.model, *row)],
+                [learner.rule.learn(learner.model, Lesson(*row))],
                 targets=10.0,
             )
         assert not [node for node in gc.get_objects() if type(node).__name__ == "_AdaptedBackward"]

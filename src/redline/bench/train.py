@@ -40,7 +40,7 @@ from redline.train.execution import build
 from redline.train.objective import Eager, Sequences
 from redline.train.optimizer import make_optimizers
 from redline.train.process import Process, join
-from redline.train.step import BackPropagation, Learner, Pass, backpropagated
+from redline.train.step import BackPropagation, Learner, Lesson, Pass, backpropagated
 
 LABELS = {
     "loop": "redline, the real loop",
@@ -244,12 +244,10 @@ def _plain_step(recipe: Recipe, plan: Plan, process: Process) -> Callable[[], ob
         torch.set_float32_matmul_precision("high")
 
     class Autocast(BackPropagation):
-        def learn(
-            self, _model: Any, tokens: Any, targets: Any, packing: Any = None, candidates: Any = None
-        ) -> Pass:
+        def learn(self, _model: Any, lesson: Lesson) -> Pass:
             def loss() -> torch.Tensor:
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=plan.precision != "fp32"):
-                    return forward(tokens, targets)
+                    return forward(lesson.tokens, lesson.targets)
 
             return backpropagated(loss)
 

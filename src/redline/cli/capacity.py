@@ -1,22 +1,19 @@
 """What `redline plan` prints of a recipe on many GPUs. The arithmetic is in plan/capacity.py."""
 
-from dataclasses import replace
 from math import ceil
 
 from redline.config.recipe import Recipe
-from redline.plan.capacity import LINK_SHARE, Capacity, efficiency, exchanged, layout, where_it_stops
-from redline.plan.plan import Hardware, Plan
-from redline.record.units import DASH, exact, format_bytes, format_count, format_duration, format_share
+from redline.plan.capacity import LINK_SHARE, Capacity, efficiency, where_it_stops
+from redline.plan.plan import Hardware
+from redline.record.units import exact, format_bytes, format_count, format_duration, format_share
 from redline.report.grid import Output, show
 
 GUIDE_001, GUIDE_001_GPUS = ("guru-8gpu", "guru-8gpu-before"), 8
 """The recipes of tuning guide 001's set-up (docs/many-machines.md)."""
 
 
-def print_capacity(
-    rows: list[Capacity], recipe: Recipe, hardware: Hardware, *, price: float | None, plan: Plan | None = None
-) -> None:
-    """The table over the numbers of GPUs, where it stops, and the assumptions; for a plan also the layouts."""
+def print_capacity(rows: list[Capacity], recipe: Recipe, hardware: Hardware, *, price: float | None) -> None:
+    """The table over the numbers of GPUs, where it stops, and the assumptions."""
     console, steps, shares = Output(), recipe.train.steps, efficiency(rows)
     taken: list[tuple[str, ...]] = []
     given: list[tuple[str, ...]] = []
@@ -50,30 +47,10 @@ def print_capacity(
         " hides behind compute, but for the first gather and the last reduction of a pass. Time for validations and"
         " checkpoints comes on top."
     )
-    if plan is not None and plan.world_size > 1:
-        _print_layouts(recipe, plan)
     if recipe.rl is not None and not rows[-1].problem:
         _print_step(rows[-1])
         if recipe.name in GUIDE_001 and rows[-1].gpus == GUIDE_001_GPUS:
             _print_guide(rows[-1])
-
-
-def _print_layouts(recipe: Recipe, plan: Plan) -> None:
-    """What each GPU receives in an update if the weights lie one way or another."""
-    gpus, node = plan.world_size, plan.hardware.node_gpus
-    cells = []
-    for shards in sorted({1, plan.shards, gpus, *([node] if gpus % node == 0 else [])}):
-        way = replace(plan, shards=shards)
-        found = exchanged(recipe, way)
-        kept = sum(plan.prediction.memory_parts_bytes[part] for part in ("weights", "gradients", "optimizer"))
-        memory = plan.prediction.memory_bytes - kept + kept * plan.shards // shards
-        sizes = (found.traffic.gathered, found.traffic.scattered, found.traffic.reduced)
-        received = [format_bytes(size) if size else DASH for size in sizes]
-        fits = "" if memory <= plan.hardware.memory_bytes else "does not fit"
-        note = "planned" if way == plan else fits
-        cells.append((layout(way), format_bytes(memory), *received, format_duration(found.elapsed_s), note))
-    columns = ("layout", "memory", "gathered", "reduce-scattered", "all-reduced", "comm.", "")
-    show(columns, cells, title=f"\nWhat each of {gpus:,} GPUs receives in an update", right=range(1, 6))
 
 
 def _print_step(row: Capacity) -> None:

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
     def print_all() -> None:
         print_plan(plan, recipe)
         if rows:
-            print_capacity(rows, recipe, hardware, plan=plan, price=price)
+            print_capacity(rows, recipe, hardware, price=price)
 
     answer(options, to_json(plan) | found, print_all)
 

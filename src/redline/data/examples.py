@@ -59,7 +59,7 @@ def read_chats(path: Path) -> Chats:
     """All rows of a file or folder."""
     rows, left_out, fault = list[list[Message]](), 0, ""
     for file in find_examples(path):
-        for number, row in enumerate(_rows(file), start=1):
+        for number, row in enumerate(rows_of(file), start=1):
             try:
                 rows += _examples(row)
             except ValueError as error:
@@ -70,14 +70,14 @@ def read_chats(path: Path) -> Chats:
     return Chats(rows, left_out)
 
 
-def _rows(path: Path) -> Iterator[Any]:
-    """The rows of one file; for a line that is not JSON, the error."""
+def rows_of(path: Path) -> Iterator[Any]:
+    """The rows of one file, which is not held as a whole but for JSON; for a line that is not JSON, the error."""
     if path.suffix == ".parquet":
-        parquet = need("pyarrow.parquet", extra="parquet")
+        arrow, parquet = (need(name, extra="parquet") for name in ("pyarrow", "pyarrow.parquet"))
         try:
             for batch in parquet.ParquetFile(path).iter_batches():
                 yield from batch.to_pylist()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, arrow.ArrowException) as error:
             raise DataError(f"{path} cannot be read as Parquet: {error}") from error
         return
     try:
@@ -88,7 +88,8 @@ def _rows(path: Path) -> Iterator[Any]:
             elif isinstance(found := _parsed(file.read()), list):
                 yield from found
             else:
-                raise DataError(f"{path} must hold a list of examples, got {type(found).__name__}")
+                got = found if isinstance(found, Exception) else type(found).__name__
+                raise DataError(f"{path} must hold a list of rows, got {got}")
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 

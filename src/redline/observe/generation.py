@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from redline.observe.clock import Clock, Moment
+from redline.train.clock import Clock, Moment
 
 WRAPPED = ("module", "pretrained_model", "model", "base_model")
 """Where wrappers (DDP, TRL, PEFT, a Hugging Face model around its body) keep the model."""

@@ -30,7 +30,6 @@ from redline.diagnose.readers.own import read_run
 from redline.diagnose.rules import diagnose
 from redline.errors import ConfigError, nearest
 from redline.machine.nvml import GpuTelemetry, process_rss_bytes
-from redline.observe.clock import Clock
 from redline.observe.facts import Described, Told
 from redline.observe.generation import Calls, CallTimes
 from redline.observe.update import PAUSED, Lines, Number, SyncWatch, Update, taken
@@ -38,6 +37,7 @@ from redline.record.files import write_atomic
 from redline.record.observe import Observer, Observers
 from redline.record.run import LineWriter, RunFolder, read_lines
 from redline.record.units import format_duration, format_rate
+from redline.train.clock import Clock
 
 Phase = Literal["generate", "copy", "forward", "backward", "optimizer"]
 Pause = Literal["validation", "checkpoint"]

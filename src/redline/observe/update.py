@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from redline.errors import ConfigError
-from redline.observe.clock import Clock, Moment
 from redline.observe.generation import Calls
+from redline.train.clock import Clock, Moment
 
 Number = float | Tensor
 

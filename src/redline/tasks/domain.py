@@ -9,18 +9,16 @@ decides; where files are read, a training question that is a validation question
 """
 
 import functools
-import gzip
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from redline.errors import ConfigError, DataError, nearest, need
-from redline.record.files import read_json, read_text
+from redline.errors import ConfigError, DataError, nearest
 from redline.tasks.answers import END
 from redline.tasks.guru import guru_files, guru_question
-from redline.tasks.task import Question, Task, Verdict, at_most, json_lines
+from redline.tasks.task import Question, Task, Verdict, at_most
 
 SPLITS = ("train", "valid", "test")
 UNBOUNDED = 1000
@@ -144,7 +142,7 @@ def _read(folder: Path, split: str, files: Mapping[str, tuple[str, ...]], row: R
     for pattern in files.get(split, ()):
         shared = pattern in files["train"] and any(pattern in files.get(other, ()) for other in SPLITS[1:])
         for path in sorted(folder.glob(pattern)):
-            for number, fields in enumerate(rows_of(path)):
+            for number, fields in enumerate(_objects(path)):
                 question = row(f"{path.name.partition('.')[0]}-{number}", fields)
                 if question is None:
                     continue
@@ -152,20 +150,14 @@ def _read(folder: Path, split: str, files: Mapping[str, tuple[str, ...]], row: R
                     yield question
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON list, a JSONL file (.gz too) or a Parquet file."""
-    if path.suffix == ".parquet":
-        parquet = need("pyarrow.parquet", extra="parquet")
-        try:
-            rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
-        except (OSError, need("pyarrow", extra="parquet").ArrowException) as error:
-            raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-        return rows
-    if path.suffix == ".json":
-        return [fields for fields in read_json(path, list) if isinstance(fields, dict)]
-    if path.suffix == ".gz":
-        try:
-            return json_lines(str(path), gzip.decompress(path.read_bytes()).decode())
-        except (OSError, EOFError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} cannot be read as gzipped JSONL: {error}") from error
-    return json_lines(str(path), read_text(path))
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file. A list of JSON may hold something else beside objects, a file of lines may not."""
+    # Only here: it loads numpy and tokenizers, which processes that score would have within their memory limit.
+    from redline.data.examples import rows_of
+
+    for number, row in enumerate(rows_of(path), start=1):
+        if isinstance(row, dict):
+            yield row
+        elif path.suffix != ".json":
+            wrong = row if isinstance(row, Exception) else f"got {type(row).__name__}"
+            raise DataError(f"{path}, row {number}: not a JSON object ({wrong})")

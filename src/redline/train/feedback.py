@@ -2,7 +2,7 @@
 to each of them, and no gradient travels from block to block.
 
     rule = rule_of(recipe, model)                          # by train.rule; here, train.rule = "dfa"
-    rule.learn(model, tokens_BT, targets_BT).run(1 / targets, mark)
+    rule.learn(model, Lesson(tokens_BT, targets_BT)).run(1 / targets, mark)
 
 A pass runs the blocks without a graph, keeps what the first one reads, and computes the loss. Its backward gives
 the error: the gradient at what the head reads, or at the logits. Then the blocks run a second time from the
@@ -31,9 +31,7 @@ from torch import Tensor
 
 from redline.config.dfa import DfaConfig
 from redline.config.recipe import IGNORED, ModelConfig, Recipe
-from redline.model.attention.packed import Packing
 from redline.model.attention.variants import Attend
-from redline.model.cross_entropy import Candidates
 from redline.model.transformer import Block, Transformer
 from redline.plan.arithmetic import (
     FEEDBACK_LOGITS,
@@ -43,7 +41,7 @@ from redline.plan.arithmetic import (
     feedback_source,
     feedback_widths,
 )
-from redline.train.step import BackPropagation, Mark, Numbers, Pass, Rule
+from redline.train.step import BackPropagation, Lesson, Mark, Numbers, Pass, Rule
 
 
 class Project(Protocol):
@@ -123,19 +121,14 @@ class FeedbackAlignment:
             if (prefetch := getattr(block, "set_modules_to_backward_prefetch", None)) is not None:
                 prefetch([block])
 
-    def learn(
-        self,
-        model: Transformer,
-        tokens: Tensor,
-        targets: Tensor,
-        packing: Packing | None = None,
-        candidates: Candidates | None = None,
-    ) -> Pass:
-        assert candidates is None, "config/rules.py refuses them: the error fed back is that of all logits"
+    def learn(self, model: Transformer, lesson: Lesson) -> Pass:
+        assert lesson.candidates is None, (
+            "config/rules.py refuses them: the error fed back is that of all logits"
+        )
 
         def run(weight: float | Tensor, mark: Mark) -> Numbers:
-            sweep = _Sweep(self, model, targets, packing, weight)
-            loss = model(tokens, targets, packing=packing, through=sweep.through)
+            sweep = _Sweep(self, model, lesson, weight)
+            loss = model(lesson.tokens, lesson.targets, packing=lesson.packing, through=sweep.through)
             mark("forward_s")
             (loss * weight).backward()
             mark("backward_s")
@@ -148,15 +141,11 @@ class _Sweep:
     """One pass through the blocks, and the second run of those that learn from feedback."""
 
     def __init__(
-        self,
-        rule: FeedbackAlignment,
-        model: Transformer,
-        targets: Tensor,
-        packing: Packing | None,
-        weight: float | Tensor,
+        self, rule: FeedbackAlignment, model: Transformer, lesson: Lesson, weight: float | Tensor
     ) -> None:
         self.rule, self.model, self.weight = rule, model, weight
-        self.targets_N, self.read_A = targets.flatten(), packing.read_A if packing is not None else None
+        self.targets_N = lesson.targets.flatten()
+        self.read_A = lesson.packing.read_A if lesson.packing is not None else None
         self.below = rule.below(model)
         self.rows_at_a_time = max(1, FEEDBACK_LOGITS // model.config.vocab_size)
         self.padding = -model.config.vocab_size % ALIGNED

@@ -27,14 +27,11 @@ from torch import Tensor
 from redline.machine.nvml import GpuTelemetry, process_rss_bytes
 from redline.plan.plan import Plan
 from redline.record import startup
+from redline.train.clock import Clock, Moment
 from redline.train.process import COMMUNICATION, INTERRUPTED, Process
 from redline.train.step import Update
 
 GAUGES_EVERY_S = 1.0
-
-
-Moment = torch.cuda.Event | float
-"""A point in time: on the GPU's clock, or the host's where there is none."""
 
 
 @dataclass
@@ -43,8 +40,7 @@ class _InFlight:
     work: "Work"
     names: tuple[str, ...]
     numbers: Tensor
-    end: torch.cuda.Event | None
-    ended_at: float
+    end: Moment
     marks: list[tuple[str, Moment]]
     issue_s: float | None
 
@@ -79,17 +75,12 @@ def training_rates(plan: Plan, *, rows: bool = False) -> Rates:
     return rates
 
 
-def _phases(flight: _InFlight) -> dict[str, float]:
+def _phases(flight: _InFlight, clock: Clock) -> dict[str, float]:
     """Seconds of each phase, summed over the passes. Waits for other processes are taken out of their phase."""
     seconds: dict[str, float] = {}
     before_s = 0.0  # of the current phase, before the wait that interrupted it
     for (_, begin), (phase, end) in pairwise(flight.marks):
-        if isinstance(begin, float):
-            assert isinstance(end, float)
-            length_s = end - begin
-        else:
-            assert not isinstance(end, float)
-            length_s = begin.elapsed_time(end) / 1e3
+        length_s = clock.seconds(begin, end)
         if phase == INTERRUPTED:
             before_s += length_s
         elif phase == COMMUNICATION:
@@ -141,7 +132,7 @@ def start_up_s(device: torch.device) -> dict[str, float]:
 
 class Instruments:
     def __init__(self, device: torch.device, rates: Rates) -> None:
-        self.device, self.rates = device, rates
+        self.device, self.rates, self._clock = device, rates, Clock(device)
         self._flying: deque[_InFlight] = deque()
         self._telemetry = GpuTelemetry(device.index or 0) if device.type == "cuda" else None
         self._memory_bytes, self._gauges_at = 0, -math.inf
@@ -152,29 +143,26 @@ class Instruments:
     def restart(self) -> None:
         """Begin timing afresh, after something that is not part of a step, such as a validation."""
         assert not self._flying, "lines in flight would be timed from the wrong moment"
-        self._last_end = self._event()
-        self._last_at = time.perf_counter()
+        self._last_end = self._clock.now()
 
     def begin(self) -> None:
         """An update begins; marks until the next `push` end its phases."""
         self._began_at = time.perf_counter()
-        self._marks = [("", self._event() or self._began_at)]
+        self._marks = [("", self._clock.now())]
 
     def mark(self, phase: str) -> None:
         """A phase of the update ends here, or is interrupted. Nothing is timed unless `begin` came before."""
         if self._marks:
-            self._marks.append((phase, self._event() or time.perf_counter()))
+            self._marks.append((phase, self._clock.now()))
 
     def push(self, facts: dict[str, Any], update: Update, work: Work) -> None:
         """Note an update that was just enqueued. `facts` goes into its line as it is."""
         numbers = torch.stack([number.float() for number in update.numbers.values()])
         if self.device.type == "cuda":
             numbers = torch.empty(len(numbers), pin_memory=True).copy_(numbers, non_blocking=True)
-        now = time.perf_counter()
-        issue_s = now - self._began_at if self._marks else None
-        self._flying.append(
-            _InFlight(facts, work, tuple(update.numbers), numbers, self._event(), now, self._marks, issue_s)
-        )
+        issue_s = time.perf_counter() - self._began_at if self._marks else None
+        names, end = tuple(update.numbers), self._clock.now()
+        self._flying.append(_InFlight(facts, work, names, numbers, end, self._marks, issue_s))
         self._marks = []
 
     def ready(self, *, drain: bool = False) -> list[dict[str, Any]]:
@@ -186,28 +174,17 @@ class Instruments:
         return lines
 
     def _line(self, flight: _InFlight) -> dict[str, Any]:
-        if flight.end is not None and self._last_end is not None:
-            flight.end.synchronize()
-            step_s = self._last_end.elapsed_time(flight.end) / 1e3
-        else:
-            step_s = flight.ended_at - self._last_at
-        self._last_end, self._last_at = flight.end, flight.ended_at
+        step_s = self._clock.seconds(self._last_end, flight.end)  # waits for the copies too
+        self._last_end = flight.end
         return {
             "step": flight.facts.pop("step"),
             **dict(zip(flight.names, flight.numbers.tolist(), strict=True)),
             "step_s": step_s,
             **self.rates(flight.work, step_s),
             **flight.facts,
-            **_phases(flight),
+            **_phases(flight, self._clock),
             **self._gauges(),
         }
-
-    def _event(self) -> torch.cuda.Event | None:
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _gauges(self) -> dict[str, float]:
         """Peak memory, and at most every GAUGES_EVERY_S the GPU's counters, which take part of a millisecond."""

@@ -20,7 +20,7 @@ from redline.model.transformer import Transformer
 from redline.plan.plan import Plan
 from redline.train.open_run import OpenRun
 from redline.train.optimizer import set_lr
-from redline.train.step import Combination, Learner, Pass, Update, update
+from redline.train.step import Combination, Learner, Lesson, Pass, Update, update
 
 Position = Any
 """JSON: where a source goes on."""
@@ -132,7 +132,7 @@ class Sequences:
         learner.mark("copy_s")
         parts = (part.split(self.pass_size) for part in (there.inputs_BT, there.targets_BT))
         for x_BT, y_BT in zip(*parts, strict=True):
-            yield learner.rule.learn(model, x_BT, y_BT, candidates=candidates_of(there.candidates))
+            yield learner.rule.learn(model, Lesson(x_BT, y_BT, None, candidates_of(there.candidates)))
 
     def shapes_from(self, batch: SequenceBatch) -> list[Grid]:
         candidates = 0 if batch.candidates is None else len(batch.candidates)
@@ -156,9 +156,8 @@ class Sequences:
     def row_pass(self, learner: Learner, words: torch.Tensor, shape: Grid) -> Pass:
         x, y, some = words.split(shape.sizes)
         x_BT, y_BT = (part.view(shape.rows, shape.length) for part in (x, y))
-        return learner.rule.learn(
-            learner.model, x_BT, y_BT.long(), candidates=candidates_of(some if shape.candidates else None)
-        )
+        candidates = candidates_of(some if shape.candidates else None)
+        return learner.rule.learn(learner.model, Lesson(x_BT, y_BT.long(), None, candidates))
 
     def shrink(self) -> bool:
         half = max(1, self.pass_size // 2)

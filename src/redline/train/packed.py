@@ -30,7 +30,7 @@ from torch import Tensor
 from redline.config.recipe import IGNORED
 from redline.errors import DataError
 from redline.model.attention.packed import Copies, Packing
-from redline.train.step import Learner, Pass
+from redline.train.step import Learner, Lesson, Pass
 
 TOKENS_STEP = 128
 """Sizes of static rows: wider steps pad more, narrower ones need more graphs, each captured in a second."""
@@ -287,8 +287,7 @@ class Packed:
             yield self.row_pass(learner, words, shape)
 
     def row_pass(self, learner: Learner, words: torch.Tensor, shape: Shape) -> Pass:
-        tokens_1T, targets_1A, packing = unpack(words, shape)
-        return learner.rule.learn(learner.model, tokens_1T, targets_1A, packing)
+        return learner.rule.learn(learner.model, Lesson(*unpack(words, shape)))
 
     def shapes_from(self, batch: ExampleBatch) -> list[Shape]:
         return self.shapes[batch.position - 1 :]

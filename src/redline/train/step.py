@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,28 +54,24 @@ def backpropagated(forward: Callable[[], Tensor | Numbers], group: str = "") -> 
     return Pass(run, group)
 
 
+class Lesson(NamedTuple):
+    """What a pass of language modelling reads."""
+
+    tokens: Tensor
+    targets: Tensor
+    packing: Packing | None = None
+    candidates: Candidates | None = None
+
+
 class Rule(Protocol):
     """A learning rule: how a pass of language modelling comes by its gradients."""
 
-    def learn(
-        self,
-        model: Transformer,
-        tokens: Tensor,
-        targets: Tensor,
-        packing: Packing | None = None,
-        candidates: Candidates | None = None,
-    ) -> Pass: ...
+    def learn(self, model: Transformer, lesson: Lesson) -> Pass: ...
 
 
 class BackPropagation:
-    def learn(
-        self,
-        model: Transformer,
-        tokens: Tensor,
-        targets: Tensor,
-        packing: Packing | None = None,
-        candidates: Candidates | None = None,
-    ) -> Pass:
+    def learn(self, model: Transformer, lesson: Lesson) -> Pass:
+        tokens, targets, packing, candidates = lesson
         return backpropagated(partial(model, tokens, targets, packing=packing, candidates=candidates))
 
 

@@ -26,6 +26,7 @@ from redline.plan.values import HALF
 from redline.train.graph import Captured
 from redline.train.loop import Trainer
 from redline.train.packed import Packed
+from redline.train.step import Lesson
 from redline.tune.evidence import (
     Check,
     Trace,
@@ -92,8 +93,8 @@ class Case:
 
     plan: Plan
     trainer: Trainer
-    rows: Sequence[tuple[Tensor, Tensor]]
-    """Sequences of the pass: tokens and targets."""
+    rows: Sequence[Lesson]
+    """Sequences of the pass, each alone."""
     head_rows: int
     """Positions of the pass that the output head computes."""
     in_pass: Trace
@@ -133,7 +134,7 @@ class Case:
 def _loss_and_gradients(case: Case) -> Check:
     """Against the same weights in fp32; for packed rows one example at a time, as padding would compute."""
     holds, figures = agreement(case.plan.coarsest, case.found, case.expected)
-    tokens = sum(x_T.numel() for x_T, _ in case.rows)
+    tokens = sum(row.tokens.numel() for row in case.rows)
     what = f"{len(case.rows)} examples one by one" if case.packed else f"{tokens:,} tokens"
     return checked("loss and gradients", holds, f"fp32 reference, {what}: {figures}")
 
@@ -320,7 +321,7 @@ def _passes(case: Case) -> Check:
         f"plan says {plan.accumulation} of {plan.micro_batch} {rows}{shortened}; one update had"
         f" {', '.join(listed) or 'none'}"
     )
-    whole = (plan.micro_batch, len(case.rows[0][0]))
+    whole = (plan.micro_batch, case.rows[0].tokens.numel())
     holds = seen.total() == run if case.packed else dict(seen) == {whole: run}
     return checked(name, holds, evidence)
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._dynamo.utils import counters
 
 from redline.config.dfa import DfaConfig
@@ -34,7 +33,6 @@ from redline.finetune import check_result, job_of, prepare
 from redline.measure.child import synchronize
 from redline.measure.training import TrainingSubject
 from redline.measure.trial import train_trial
-from redline.model.cross_entropy import Candidates
 from redline.model.lora import add_lora
 from redline.model.transformer import Transformer, build_model, weights_of
 from redline.plan.bounds import Outside
@@ -50,6 +48,7 @@ from redline.train.objective import candidates_of
 from redline.train.packed import Example, Packed
 from redline.train.process import Process
 from redline.train.restore import open_weights
+from redline.train.step import Lesson
 from redline.tune.checks import CHECKS, WATCHED, Case, Numbers, generation_graphs, log_probabilities
 from redline.tune.evidence import Check, checked, profiled
 
@@ -169,8 +168,8 @@ def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Say) -> Case:
     waited_share = (trainer.source.waited_s - waited_s) / (time.perf_counter() - began_s)
     graphs = graphs_before, counters["stats"]["unique_graphs"]
     progress("profiling a pass and an update")
-    batch, rows, head_rows, candidates = _first_pass(trainer)
-    targets = sum(int((y_T != IGNORED).sum()) for _, y_T in rows)
+    batch, rows, head_rows = _first_pass(trainer)
+    targets = sum(int((row.targets != IGNORED).sum()) for row in rows)
     learner = replace(trainer.learner, mark=lambda phase: None)
     up = learner.scale.value if learner.scale else 1.0  # as in training, or small gradients become 0
     one = next(iter(trainer.objective.passes(learner, batch)))
@@ -180,7 +179,7 @@ def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Say) -> Case:
     gradients = {name: p.grad / up for name, p in model.named_parameters() if p.grad is not None}
     seen = Numbers(float(loss) / targets, gradients)
     model.zero_grad(set_to_none=True)
-    expected = _reference(recipe, model, rows, targets, candidates)
+    expected = _reference(recipe, model, rows, targets)
     rule = None
     if recipe.feedback is not None:
         plain = replace(recipe, train=replace(recipe.train, rule="backprop"))
@@ -193,36 +192,30 @@ def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Say) -> Case:
     )
 
 
-def _first_pass(trainer: Trainer) -> tuple[Any, list[tuple[Tensor, Tensor]], int, Candidates | None]:
-    """A batch; tokens and targets of each sequence of its first pass; the positions the head computes in it; and the
-    candidates of its softmax."""
+def _first_pass(trainer: Trainer) -> tuple[Any, list[Lesson], int]:
+    """A batch; its first pass sequence by sequence; and the positions the head computes in it."""
     batch, objective, device = trainer.source.next(), trainer.objective, trainer.process.device
     if not isinstance(objective, Packed):
         there, size = batch.moved(lambda part: part.to(device)), objective.pass_size
-        rows = list(zip(there.inputs_BT[:size], there.targets_BT[:size], strict=True))
-        return batch, rows, there.targets_BT[:size].numel(), candidates_of(there.candidates)
+        pairs, some = zip(there.inputs_BT, there.targets_BT, strict=True), candidates_of(there.candidates)
+        rows = [Lesson(x_T[None], y_T[None], None, some) for x_T, y_T in itertools.islice(pairs, size)]
+        return batch, rows, there.targets_BT[:size].numel()
     rows = [_alone(example, device) for example in batch.examples[: objective.pass_size]]
-    return batch, rows, objective.rows(batch)[0][1].answers, None
+    return batch, rows, objective.rows(batch)[0][1].answers
 
 
-def _alone(example: Example, device: torch.device) -> tuple[Tensor, Tensor]:
+def _alone(example: Example, device: torch.device) -> Lesson:
     targets = [*[IGNORED] * (len(example.prompt) - 1), *example.answer]
     tokens = [*example.prompt, *example.answer[:-1]]
-    return torch.tensor(tokens, device=device), torch.tensor(targets, device=device)
+    return Lesson(torch.tensor([tokens], device=device), torch.tensor([targets], device=device))
 
 
 # ---- the reference ----
 
 
-def _reference(
-    recipe: Recipe,
-    model: Transformer,
-    rows: Sequence[tuple[Tensor, Tensor]],
-    targets: int,
-    candidates: Candidates | None = None,
-) -> Numbers:
+def _reference(recipe: Recipe, model: Transformer, rows: Sequence[Lesson], targets: int) -> Numbers:
     """Mean loss and gradients in fp32, one sequence at a time so that explicit attention fits."""
-    reference = build_model(model.config, device=rows[0][0].device, seed=0)
+    reference = build_model(model.config, device=rows[0].tokens.device, seed=0)
     if recipe.lora is not None:
         add_lora(reference, recipe.lora, 0)
     own, total = weights_of(model), 0.0
@@ -231,8 +224,8 @@ def _reference(
             p.copy_(own[name])
     rule = rule_of(recipe, reference)
     with plain_fp32():
-        for x_T, y_T in rows:
-            one = rule.learn(reference, x_T[None], y_T[None], candidates=candidates)
+        for row in rows:
+            one = rule.learn(reference, row)
             total += float(one.run(1 / targets, lambda phase: None)["loss"]) / targets
     return Numbers(total, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
 
