@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from precision import CLOSE_FP32
 
 from redline.bench import generate, generate_arms
 from redline.bench.generate import WORKS
@@ -52,13 +51,9 @@ def test_our_side_and_its_table(cache: Path, tmp_path: Path, monkeypatch: pytest
         assert row["tokens"] == row["sequences"] * QUICK.new_tokens
         assert 0 < row["low"] <= row["tokens_per_s"] <= row["high"]
         assert 0 < row["share_of_floor_shared"] <= row["share_of_floor"] < 1
-    [mixed], [greedy] = rows["redline_mixed"], rows["greedy"]
+    [mixed] = rows["redline_mixed"]
     assert 0.3 < mixed["occupancy"] <= mixed["row_occupancy"] <= 1
     assert mixed["occupancy"] <= mixed["most_occupancy"] < 1
-    assert (greedy["equal"], greedy["prefix_share"]) == (QUICK.greedy[0], 1.0), (
-        "fp32: the same texts as transformers"
-    )
-    assert greedy["logprob_difference_most"] < 10 * CLOSE_FP32, "of numbers of about ten"
     table = path.with_suffix(".md").read_text()
     assert all(f"{row['tokens_per_s']:,.0f}" in table for row in rows["redline"])
     assert f"slot occupancy {mixed['occupancy']:.1%}" in table
@@ -74,7 +69,6 @@ def test_the_other_side_runs_the_same_work() -> None:
     for row in rows:
         assert row["tokens"] == row["sequences"] * QUICK.new_tokens
         assert row["seconds"]
-        assert row.get("note", "") == ""
 
 
 def test_an_arm_that_dies_keeps_its_rows_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,6 @@ class GenerationWork:
     """Sequences generated together by our engine."""
     mixed_slots: int
     mixed_lengths: tuple[int, int]
-    greedy: tuple[int, int]
-    """Prompts and new tokens of the comparison of greedy texts."""
     repeats: int
     """Timed runs of a row after a warm-up; fewer for `transformers` if they would take longer than `patience_s`."""
     patience_s: float
@@ -58,12 +56,12 @@ WORKS = {
         model=SMOLLM2_360M, prompt_tokens=96, new_tokens=128,
         batches=((1, 10), (8, 30), (32, 30), (64, 30), (128, 30)), continuous=(8, 30), samples=30,
         sequences=(1, 32, 256, 1024, 2048), mixed_slots=512, mixed_lengths=(8, 256),
-        greedy=(16, 64), repeats=3, patience_s=10.0,
+        repeats=3, patience_s=10.0,
     ),
     "quick": GenerationWork(
         model=replace(TINY, init_std=0.2), prompt_tokens=6, new_tokens=8, batches=((1, 2), (2, 2)),
         continuous=(2, 2), samples=2, sequences=(1, 4), mixed_slots=4, mixed_lengths=(2, 12),
-        greedy=(3, 8), repeats=2, patience_s=10.0,
+        repeats=2, patience_s=10.0,
     ),
 }  # fmt: skip
 HEADLINE = 2
@@ -142,7 +140,6 @@ LABELS = {
     "continuous": "transformers continuous batching",
     "redline": "redline",
     "redline_mixed": "redline, mixed lengths",
-    "greedy": "greedy texts",
     "transformers": "transformers",
 }
 
@@ -196,7 +193,7 @@ def _cells(row: BenchRow, reference: float | None) -> list[str]:
     if "share_of_floor" in row:
         share = f"{row['share_of_floor']:.0%} ({row['share_of_floor_shared']:.0%})"
     return [
-        _label(row) + (f" ({row['note']})" if row.get("note") else ""),
+        _label(row),
         f"{row['sequences']:,}" + (f" in {row['slots']:,} slots" if row["row"] == "redline_mixed" else ""),
         f"{row['tokens_per_s']:,.0f}",
         f"{row['low']:,.0f} – {row['high']:,.0f}",
@@ -236,12 +233,5 @@ def _finding(row: BenchRow) -> str | None:
             f" tokens over {row['slots']:,} slots x {row['decode_steps']:,} steps;"
             f" {row['most_occupancy']:.1%} is the most that this order of lengths allows);"
             f" {row['row_occupancy']:.1%} of the rows computed were of use."
-        )
-    if row["row"] == "greedy":
-        return (
-            f"Greedy texts, {row['prompts']} prompts x {row['tokens']} tokens in {row['dtype']}:"
-            f" {row['equal']} equal to those of transformers, equal prefixes {row['prefix_share']:.1%} of the"
-            f" tokens; log-probabilities of the same tokens differ by {row['logprob_difference']:.2g} on"
-            f" average, {row['logprob_difference_most']:.2g} at most."
         )
     return None
