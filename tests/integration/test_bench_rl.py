@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from redline.bench import rl
+from redline.bench import results, rl
 from redline.bench.rl import WORKS
 from redline.config.recipe import Recipe
 from redline.machine.facts import read_facts
@@ -31,7 +31,7 @@ def test_our_side_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             return [{"failed": "no such engine", "outcome": "error"}]
         return [theirs] if function.endswith(":trl") else named(function)(setting)
 
-    monkeypatch.setattr(rl, "rows_of", rows_of)
+    monkeypatch.setattr(results, "rows_of", rows_of)
     told: list[str] = []
     arms = [arm for arm in rl.LABELS if arm != "redline_compiled"]  # compiling takes a minute here
     path = rl.bench_rl("quick", read_facts(), tmp_path, arms=arms, progress=told.append)
@@ -45,9 +45,9 @@ def test_our_side_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     text = path.read_text()
     assert f"| redline | 8 | {ours['tokens_per_s']:,.0f} |" in text
     assert f"{ours['tokens_per_s'] / 2:.1f}x" in text, "against the two tokens a second above"
-    assert "| TRL, transformers' continuous batching |  | failed | no such engine |" in text
+    assert "| TRL, transformers' continuous batching | failed | no such engine |" in text
     assert "A step of redline with 8 answers: generate " in text
-    assert "Update alone: " in text
+    assert f"| redline, update alone | {QUICK.actor_rows} | {actor['tokens_per_s']:,.0f} |" in text
     assert len(told) == 4
 
 
@@ -61,7 +61,7 @@ def test_what_is_finished_is_kept_when_it_is_interrupted(
             raise KeyboardInterrupt
         return [row]
 
-    monkeypatch.setattr(rl, "rows_of", rows_of)
+    monkeypatch.setattr(results, "rows_of", rows_of)
     with pytest.raises(KeyboardInterrupt):
         rl.bench_rl("quick", read_facts(), tmp_path, arms=("trl", "redline"), progress=lambda _: None)
     (written,) = tmp_path.glob("*.json")
