@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import tokenizers
 import torch
 
@@ -32,7 +31,7 @@ from redline.data.tokenizer import END_OF_TEXT
 from redline.engine.prompt import Asked
 from redline.errors import need
 from redline.machine.facts import read_facts
-from redline.measure.child import device, empty, half, peak_bytes, synchronize, timed
+from redline.measure.child import device, empty, half, peak_bytes, timed
 from redline.measure.generation import words_tokenizer
 from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
@@ -190,17 +189,7 @@ def _trl(work: RlWork, questions: int, *, continuous: bool = False) -> BenchRow:
     vocabulary = tokenizers.Tokenizer.from_str(words_tokenizer(work.model.vocab_size).text)
     ends = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT, "padding_side": "left"}
     cuda, rows = device().type == "cuda", questions * work.group_size
-    ended_s: list[float] = []
-    counted: list[float] = []
-
-    class Watch(hf.TrainerCallback):  # type: ignore[name-defined]  # a peer's class
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            synchronize()
-            ended_s.append(time.perf_counter())
-
-        def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
-            counted.extend([float(logs["num_tokens"])] if "num_tokens" in logs else [])
-
+    clock = theirs.clock(warm_up=1, per_block=1)
     with tempfile.TemporaryDirectory() as folder:
         trainer = its.GRPOTrainer(
             model=theirs.model_of(work.model, _weights(work), device=device(), dtype=half()),
@@ -217,13 +206,14 @@ def _trl(work: RlWork, questions: int, *, continuous: bool = False) -> BenchRow:
                 {"prompt": [" ".join(f"w{i}" for i in ids) for ids in theirs.prompts_of(work, questions)] * (1 + work.steps)}
             ),
             processing_class=hf.PreTrainedTokenizerFast(tokenizer_object=vocabulary, **ends),
-            callbacks=[Watch()],
+            callbacks=[clock],
         )  # fmt: skip
         trainer.remove_callback(hf.PrinterCallback)
-        began_s = time.perf_counter()
+        clock.started_s = time.perf_counter()
         trainer.train()
-    seconds = np.diff([began_s, *ended_s]).tolist()
-    return _row(work, questions, {"step_tokens": (counted[-1] - counted[0]) / work.steps}, seconds)
+    counted = [float(line["num_tokens"]) for line in trainer.state.log_history if "num_tokens" in line]
+    line = {"step_tokens": (counted[-1] - counted[0]) / work.steps}
+    return _row(work, questions, line, [clock.first_step_s, *clock.blocks_s])
 
 
 # ---- ours ----
