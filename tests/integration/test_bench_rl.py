@@ -45,7 +45,7 @@ def test_our_side_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     text = path.read_text()
     assert f"| redline | 8 | {ours['tokens_per_s']:,.0f} |" in text
     assert f"{ours['tokens_per_s'] / 2:.1f}x" in text, "against the two tokens a second above"
-    assert "| TRL, transformers' continuous batching | failed | no such engine |" in text
+    assert "| TRL, transformers' continuous batching | – | failed | no such engine |" in text
     assert "A step of redline with 8 answers: generate " in text
     assert f"| redline, update alone | {QUICK.actor_rows} | {actor['tokens_per_s']:,.0f} |" in text
     assert len(told) == 4

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from redline.bench import theirs
-from redline.bench.results import PEAK, SMOLLM2_360M, SPEED, TINY, Bench, BenchRow, run_arms, shape, spread
+from redline.bench.results import MEASURED, SMOLLM2_360M, TINY, Bench, BenchRow, run_arms, shape, spread
 from redline.config.recipe import DataConfig, LoraConfig, ModelConfig, Recipe, TrainConfig
 from redline.errors import need
 from redline.finetune import prepare
@@ -95,14 +95,13 @@ def _summary(row: BenchRow, rows: Sequence[BenchRow], *_: Any) -> BenchRow:
         found |= spread([block["examples"] / block["seconds"] for block in row["blocks"]], "rows_per_s")
         found["tokens_per_s"] = median(block["tokens"] / block["seconds"] for block in row["blocks"])
         found["update_ms"] = median(1e3 * block["seconds"] / block["updates"] for block in row["blocks"])
-    theirs = [other for other in rows if other["row"].startswith("hf") and "losses" in other]
-    compared = [] if row["row"].startswith("hf") or "losses" not in row else theirs
-    return found | {
-        "loss_differences": {
-            other["row"]: max(abs(a - b) for a, b in zip(row["losses"], other["losses"], strict=False))
-            for other in compared
-        }
+    found["loss_differences"] = {
+        other["row"]: max(abs(a - b) for a, b in zip(row["losses"], other["losses"], strict=False))
+        for other in rows
+        if other["row"].startswith("hf") and not row["row"].startswith("hf")
+        if "losses" in row.keys() & other.keys()
     }
+    return found
 
 
 def _about(work: FinetuningWork) -> list[str]:
@@ -141,10 +140,10 @@ BENCH = Bench(
     columns=(
         ("arm", LABELS.get, "row"),
         ("rows/s", "{:,.0f}".format, "rows_per_s"),
-        *reversed(SPEED),  # the interval is that of rows
+        *MEASURED[1:],  # the interval is that of rows
+        MEASURED[0],
         ("update", "{:.1f} ms".format, "update_ms"),
         ("against HF's best", "{:.1f}x".format, "against"),
-        PEAK,
         ("first update", format_duration, "first_update_s"),
     ),
     reference=lambda other, _: other["row"] == "hf-best",

@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,13 +30,13 @@ from redline.record.units import DASH, format_bytes
 BenchRow = dict[str, Any]
 Column = tuple[str, Callable[..., object], *tuple[str, ...]]
 """Its title, how to show it, and the keys of what is shown: without any, the row."""
-SPEED: tuple[Column, ...] = (
+MEASURED: tuple[Column, ...] = (
     ("tokens/s", "{:,.0f}".format, "tokens_per_s"),
     ("interval", "{:,.0f} – {:,.0f}".format, "low", "high"),
+    ("peak memory", format_bytes, "memory_bytes"),
 )
 Reference = Callable[[BenchRow, BenchRow], bool]
 """Whether a row is the one that another is compared with."""
-PEAK: Column = ("peak memory", format_bytes, "memory_bytes")
 SMOLLM2_360M = ModelConfig(
     vocab_size=49152, num_layers=32, hidden_size=960, num_heads=15, num_kv_heads=5, ffn_size=2560,
     context_length=2048, rope_theta=100_000.0,
@@ -106,12 +105,13 @@ def brief(columns: Sequence[Column], row: BenchRow) -> str:
 
 
 def _cells(columns: Sequence[Column], row: BenchRow) -> list[str]:
-    """What the row does not have is a dash; a failed one says what it was and why it failed."""
+    """What the row does not have is a dash; a failed one says why where its speed would be."""
     shown = [
         DASH if None in (values := [row.get(key) for key in keys] or [row]) else str(form(*values))
         for _, form, *keys in columns
     ]
-    return [*takewhile(DASH.__ne__, shown), "failed", row["failed"]] if "failed" in row else shown
+    at = next(i for i, (title, *_) in enumerate(columns) if title.endswith("/s"))
+    return [*shown[:at], "failed", row["failed"]] if "failed" in row else shown
 
 
 def _rate(row: BenchRow) -> float:

@@ -24,7 +24,7 @@ import tokenizers
 import torch
 
 from redline.bench import theirs
-from redline.bench.results import PEAK, SMOLLM2_360M, SPEED, TINY, Bench, BenchRow, run_arms, shape
+from redline.bench.results import MEASURED, SMOLLM2_360M, TINY, Bench, BenchRow, run_arms, shape
 from redline.config.recipe import DEFAULTS, Compile, ModelConfig, PlanPins, Recipe, TrainConfig
 from redline.config.rl import RlConfig
 from redline.data.tokenizer import END_OF_TEXT
@@ -107,20 +107,23 @@ def _about(work: RlWork) -> list[str]:
         f"GRPO, {shape(work.model)}; prompts of {work.prompt_tokens} tokens, groups of {work.group_size} answers of up"
         f" to {work.new_tokens} tokens. Tokens of prompts and answers over the whole step: drawing, scoring, update."
         " Median; interval: slowest to fastest. vLLM is"
-        f" {'installed here, and TRL was not asked to use it' if with_vllm else 'not installed here'}.",
-        f"Update alone: {shape(work.actor)}; rows of {work.prompt_tokens} + {work.actor_tokens} tokens, packed. MFU:"
-        " 6N + 12LdT, then as verl counts it.",
+        f" {'installed here, and TRL was not asked to use it' if with_vllm else 'not installed here'}."
     ]
 
 
-def _findings(rows: Sequence[BenchRow], _work: RlWork) -> list[str]:
-    """What the time of our step goes to."""
-    return [
+def _findings(rows: Sequence[BenchRow], work: RlWork) -> list[str]:
+    """What the time of a step goes to, and what the update alone is."""
+    parts = [
         f"- A step of {LABELS[row['row']]} with {row['rows']:,} answers: "
         + ", ".join(f"{name} {format_duration(part)}" for name, part in row["phases_s"].items())
         for row in rows
         if "phases_s" in row
     ]
+    alone = (
+        f"- Update alone: {shape(work.actor)}; rows of {work.prompt_tokens} + {work.actor_tokens} tokens, packed. MFU:"
+        " 6N + 12LdT, then as verl counts it."
+    )
+    return parts + [alone] * any(row["row"] == "actor" for row in rows)
 
 
 BENCH = Bench(
@@ -131,11 +134,10 @@ BENCH = Bench(
     columns=(
         ("arm", LABELS.get, "row"),
         ("answers a step", "{:,}".format, "rows"),
-        *SPEED,
+        *MEASURED,
         ("a step", lambda seconds: format_duration(median(seconds)), "seconds"),
         ("against TRL", "{:.1f}x".format, "against"),
         ("MFU", lambda *shares: ", ".join(map(format_share, shares)), "mfu_share", "mfu_verl_share"),
-        PEAK,
         ("first step", format_duration, "first_step_s"),
     ),
     reference=lambda other, row: other["row"] == "trl" and other.get("rows") == row.get("rows"),
@@ -321,4 +323,4 @@ def actor(setting: dict[str, str]) -> Iterator[BenchRow]:
     job = rehearsal.job_of(recipe, plan, model, rehearsal.random_rows(recipe, shortest=1), process)
     line, seconds = _steps(Trainer(job, process), work)
     row = _row(work, count // work.group_size, line, seconds)
-    yield row | {"rows": count, "mfu_share": line["actor_mfu"], "mfu_verl_share": line["perf/mfu/actor"]}
+    yield row | {"mfu_share": line["actor_mfu"], "mfu_verl_share": line["perf/mfu/actor"]}

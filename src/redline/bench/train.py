@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from redline.bench import theirs
-from redline.bench.results import PEAK, SPEED, BenchRow, Column, brief, head, rows_of, spread, table, write
+from redline.bench.results import MEASURED, BenchRow, Column, brief, head, rows_of, spread, table, write
 from redline.config.load import from_toml, to_toml
 from redline.config.recipe import Recipe
 from redline.data.loader import Batch
@@ -53,10 +53,9 @@ WHOLE_SOFTMAX = (
 )
 COLUMNS: tuple[Column, ...] = (
     ("arm", str, "label"),
-    *SPEED,
+    *MEASURED,
     ("MFU", "{:.1%}".format, "mfu_share"),
     ("against bare", lambda ratio: f"{ratio - 1:+.2%}", "against"),
-    PEAK,
     (
         "predicted",
         lambda p, seen: f"{format_bytes(p)}, {p / seen - 1:+.1%}",
@@ -90,7 +89,7 @@ def bench_train(
                 progress(f"{recipe.name} {plan.precision} {arm}: {_work(arm, recipe, plan, setting)}")
                 found = _run_fitting(arm, setting, plan)
             entry["arms"][arm] = found
-            for row in _rows({**entry, "arms": {arm: found}}, hardware):
+            for row in _rows({arm: found}, entry["plan"], hardware):
                 progress(f"{recipe.name} {plan.precision} {brief(COLUMNS, row)}")
         results.append(entry)
         path = write(out, "train", facts, {"results": results}, page(hardware, facts, results))
@@ -129,23 +128,20 @@ def page(hardware: Hardware, facts: MachineFacts, results: Sequence[BenchRow]) -
         "Rows of one loop are interleaved in one process; plain PyTorch and HF Trainer run in separate processes.",
     ]
     for entry in results:
-        lines += ["", *_section(entry, hardware)]
+        recipe, plan = entry["recipe"], entry["plan"]
+        names = ("precision", "micro_batch", "attention", "cross_entropy", "compile")
+        precision, micro, attention, cross_entropy, compiled = (plan[name]["value"] for name in names)
+        lines += [
+            "",
+            f"## {recipe['name']}, {precision}",
+            "",
+            f"{plan['prediction']['parameters']:,} parameters, T = {recipe['data']['seq_len']},"
+            f" {recipe['train']['batch_size']} sequences an update in passes of {micro}; attention {attention}, cross"
+            f" entropy {cross_entropy}, compile {compiled}; work {plan['work']}.",
+            "",
+            *table(COLUMNS, _rows(entry["arms"], plan, hardware), lambda other, _: other["row"] == "bare"),
+        ]
     return lines
-
-
-def _section(entry: BenchRow, hardware: Hardware) -> list[str]:
-    recipe, plan = entry["recipe"], entry["plan"]
-    names = ("precision", "micro_batch", "attention", "cross_entropy", "compile")
-    precision, micro, attention, cross_entropy, compiled = (plan[name]["value"] for name in names)
-    return [
-        f"## {recipe['name']}, {precision}",
-        "",
-        f"{plan['prediction']['parameters']:,} parameters, T = {recipe['data']['seq_len']},"
-        f" {recipe['train']['batch_size']} sequences an update in passes of {micro}; attention {attention}, cross"
-        f" entropy {cross_entropy}, compile {compiled}; work {plan['work']}.",
-        "",
-        *table(COLUMNS, _rows(entry, hardware), lambda other, _: other["row"] == "bare"),
-    ]
 
 
 def _label(name: str, plan: BenchRow) -> str:
@@ -158,16 +154,16 @@ def _label(name: str, plan: BenchRow) -> str:
     return LABELS[name] + (f" ({', '.join(used)})" if used else "")
 
 
-def _rows(entry: BenchRow, hardware: Hardware) -> list[BenchRow]:
+def _rows(arms: BenchRow, plan: BenchRow, hardware: Hardware) -> list[BenchRow]:
     """A row for each speed of an arm, or for its failure."""
-    plan, peak, rows = entry["plan"], hardware.peak_tflops.get("bf16"), []
-    passes, flops = plan["micro_batch"]["value"], plan["prediction"]["flops_per_token"]
-    for arm, found in entry["arms"].items():
+    peak, passes, rows = hardware.peak_tflops.get("bf16"), plan["micro_batch"]["value"], []
+    for arm, found in arms.items():
         smaller = found.get("micro_batch", passes)
         fewer = f", passes of {smaller}: more ran out of memory" if smaller != passes else ""
         for name, speed in found.get("speeds", {arm: {}}).items():
             row = {**found, **speed, "row": name, "label": _label(name, plan) + fewer}
-            row |= {"mfu_share": speed["tokens_per_s"] * flops / peak / 1e12} if speed and peak else {}
+            if speed and peak:
+                row["mfu_share"] = speed["tokens_per_s"] * plan["prediction"]["flops_per_token"] / peak / 1e12
             rows.append(row | ({"first_step_s": None} if name == "bare" else {}))
     return rows
 
