@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from redline.cli.bench import ARMS
 from redline.config.load import load_recipe
 from redline.machine.facts import read_facts
 from redline.plan.hardware import hardware_as, hardware_here
+from redline.plan.plan import to_json
 from redline.plan.planner import make_plan
 from redline.record.units import format_duration
 from redline.train.process import join
@@ -85,6 +87,28 @@ def test_an_arm_that_runs_out_of_memory_is_tried_with_smaller_passes(monkeypatch
     monkeypatch.setattr(bench, "rows_of", rows_of)
     assert bench._run_fitting("hf", {}, plan) == {"speeds": {}, "micro_batch": 4}
     assert tried == [(16, 1), (8, 2), (4, 4)]
+
+
+def test_the_page_of_results_whose_numbers_are_known() -> None:
+    recipe, hardware = load_recipe("gpt2-124m"), hardware_as("h100-80g", 1)
+    plan = to_json(make_plan(recipe, hardware))
+    # a million tokens a second take half of the peak
+    plan["prediction"]["flops_per_token"] = 0.5e6 * hardware.peak_tflops["bf16"]
+    speeds = {name: {"tokens_per_s": rate, "low": rate - 1e3, "high": rate + 1e3} for name, rate in
+              (("loop", 0.99e6), ("bare", 1e6))}  # fmt: skip
+    seen = {"memory_bytes": 20 * 2**30, "first_step_s": 8.6, "micro_batch": plan["micro_batch"]["value"] // 2}
+    arms = {
+        "loop": {"speeds": speeds, "predicted_bytes": 21 * 2**30, **seen},
+        "hf": {"failed": "CUDA out of memory"},
+    }
+    lines = bench.page(hardware, read_facts(), [{"recipe": asdict(recipe), "plan": plan, "arms": arms}])
+    loop, bare, hf = (line.split(" | ") for line in lines[-3:])
+    assert loop[0] == f"| redline, the real loop, passes of {seen['micro_batch']}: more ran out of memory"
+    assert loop[1:] == [
+        "990,000", "989,000 – 991,000", "20.0 GiB", "49.5%", "-1.00%", "21.0 GiB, +5.0%", "8.6 s |"
+    ]  # fmt: skip
+    assert (bare[4], bare[5], bare[-1]) == ("50.0%", "+0.00%", "– |"), "its first step is the loop's"
+    assert hf[:3] == ["| HF Trainer (bf16, compile, fused AdamW)", "failed", "CUDA out of memory"]
 
 
 def test_the_command_knows_every_arm() -> None:

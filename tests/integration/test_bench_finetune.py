@@ -8,7 +8,7 @@ import pytest
 import torch
 from precision import CLOSE_FP32
 
-from redline.bench import finetune
+from redline.bench import finetune, results
 from redline.cli.main import main
 from redline.machine.facts import read_facts
 from redline.measure.child import named
@@ -17,7 +17,7 @@ from redline.measure.child import named
 def test_both_sides_are_measured_on_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, which has torch already."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(finetune, "rows_of", lambda function, setting: named(function)(setting))
+    monkeypatch.setattr(results, "rows_of", lambda function, setting: named(function)(setting))
     told: list[str] = []
     path = finetune.bench_finetune(
         "quick", read_facts(), tmp_path, arms=["hf-seeds", "graph"], progress=told.append

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerState
 
-from redline.bench import rl
+from redline.bench import results, rl, theirs
 from redline.bench.rl import WORKS
 from redline.config.recipe import Recipe
 from redline.machine.facts import read_facts
@@ -24,14 +25,20 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_our_side_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL stands in for itself."""
-    theirs = {"rows": 8, "tokens": 112.0, "first_step_s": 2.0, "seconds": [56.0, 56.0], "memory_bytes": None}
+    stands_in = {
+        "rows": 8,
+        "tokens": 112.0,
+        "first_step_s": 2.0,
+        "seconds": [56.0, 56.0],
+        "memory_bytes": None,
+    }
 
     def rows_of(function: str, setting: dict[str, Any]) -> Any:
         if function.endswith(":trl_continuous"):
             return [{"failed": "no such engine", "outcome": "error"}]
-        return [theirs] if function.endswith(":trl") else named(function)(setting)
+        return [stands_in] if function.endswith(":trl") else named(function)(setting)
 
-    monkeypatch.setattr(rl, "rows_of", rows_of)
+    monkeypatch.setattr(results, "rows_of", rows_of)
     told: list[str] = []
     arms = [arm for arm in rl.LABELS if arm != "redline_compiled"]  # compiling takes a minute here
     path = rl.bench_rl("quick", read_facts(), tmp_path, arms=arms, progress=told.append)
@@ -44,10 +51,11 @@ def test_our_side_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert actor["tokens"] == pytest.approx(QUICK.actor_rows * (QUICK.prompt_tokens + QUICK.actor_tokens - 1))
     text = path.read_text()
     assert f"| redline | 8 | {ours['tokens_per_s']:,.0f} |" in text
+    assert (rows["trl"]["tokens_per_s"], rows["trl"]["low"], rows["trl"]["high"]) == (2.0, 2.0, 2.0)
     assert f"{ours['tokens_per_s'] / 2:.1f}x" in text, "against the two tokens a second above"
-    assert "| TRL, transformers' continuous batching |  | failed | no such engine |" in text
+    assert "| TRL, transformers' continuous batching | – | failed | no such engine |" in text
     assert "A step of redline with 8 answers: generate " in text
-    assert "Update alone: " in text
+    assert f"| redline, update alone | {QUICK.actor_rows} | {actor['tokens_per_s']:,.0f} |" in text
     assert len(told) == 4
 
 
@@ -61,7 +69,7 @@ def test_what_is_finished_is_kept_when_it_is_interrupted(
             raise KeyboardInterrupt
         return [row]
 
-    monkeypatch.setattr(rl, "rows_of", rows_of)
+    monkeypatch.setattr(results, "rows_of", rows_of)
     with pytest.raises(KeyboardInterrupt):
         rl.bench_rl("quick", read_facts(), tmp_path, arms=("trl", "redline"), progress=lambda _: None)
     (written,) = tmp_path.glob("*.json")
@@ -82,6 +90,15 @@ def test_the_compiled_arm_is_compiled_and_does_the_same_work(monkeypatch: pytest
     assert replace(compiled, plan=plain.plan) == replace(plain, model=compiled.model), (
         "only the folder differs"
     )
+
+
+def test_the_clock_of_a_peer_gives_every_step(clock: Any) -> None:
+    """As TRL's trainer calls it: the first step, which warms up, and each after it."""
+    watch = theirs.clock(warm_up=1, per_block=1)
+    for step, seconds in enumerate((8, 1, 2, 4), start=1):
+        clock.sleep(seconds)
+        watch.on_step_end(None, TrainerState(global_step=step), None)
+    assert [watch.first_step_s, *watch.blocks_s] == pytest.approx([8, 1, 2, 4], abs=1e-4)
 
 
 def test_trl_does_the_same_work() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from redline.bench.finetune import WORKS, page
+from redline.bench.finetune import BENCH
 from redline.bench.results import recorded as record_of
 from redline.bench.results import slower
 from redline.cli.main import main
@@ -118,6 +118,6 @@ def test_a_wrong_record_is_refused_before_anything_is_measured(
 
 
 def test_a_page_of_one_arm_announces_no_comparison() -> None:
-    lines = page(read_facts(), WORKS["quick"], [{"row": "graph", "failed": "memory", "loss_differences": {}}])
+    lines = BENCH.page(read_facts(), "quick", [{"row": "graph", "failed": "memory", "loss_differences": {}}])
     assert lines[-1].startswith("| redline")
     assert "Largest difference" not in "".join(lines)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from redline.bench.results import BenchRow, head, rows_of, table, write
+from redline.bench.results import BenchRow, grid, head, rows_of, write
 from redline.config.recipe import ModelConfig
 from redline.errors import Say
 from redline.machine.ceilings import time_cpu_s, time_cuda_s
@@ -68,12 +68,10 @@ def bench_attention(
     """Run the arms and write the results after each; returns the path of the page."""
     work, rows, path = WORK[size], list[BenchRow](), out
     for arm in arms:
-        progress(f"training with {LABELS[arm]}")
-        setting = {"arm": arm, "name": size}
-        rows += rows_of("redline.bench.attention:training", setting)
-        if arm != "cudnn":  # the engine has one kernel for softmax attention
-            progress(f"generation with {LABELS[arm]}")
-            rows += rows_of("redline.bench.attention:generation", setting)
+        # the engine has one kernel for softmax attention
+        for what in ("training", "generation") if arm != "cudnn" else ("training",):
+            progress(f"{what} with {LABELS[arm]}")
+            rows += rows_of(f"redline.bench.attention:{what}", {"arm": arm, "name": size})
         crossings = crossing_lengths(rows)
         results = {"work": asdict(work), "rows": rows, "crossing_tokens": crossings}
         path = write(out, "attention", facts, results, page(facts, work, rows, crossings))
@@ -127,7 +125,7 @@ def page(
         arms = list(dict.fromkeys(row["arm"] for row in here))
         cells = {(row["arm"], row["seq_len"]): _cell(row) for row in here}
         body = [[f"{n:,}", *(cells.get((arm, n), "failed") for arm in arms)] for n in work.lengths]
-        lines += ["", f"## {title}", "", *table(["tokens", *(SHOWN[arm] for arm in arms)], body)]
+        lines += ["", f"## {title}", "", *grid(["tokens", *(SHOWN[arm] for arm in arms)], body)]
     lines += ["", "## From which length kernel attention is faster", ""]
     for name, length in crossings.items():
         lines.append(f"- {name}: {'not up to there' if length is None else f'{length:,.0f} tokens'}")

@@ -11,8 +11,8 @@ test`).
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 
 from redline.bench import theirs
-from redline.bench.results import SMOLLM2_360M, TINY, BenchRow, head, rows_of, shape, spread, table, write
+from redline.bench.results import MEASURED, SMOLLM2_360M, TINY, Bench, BenchRow, run_arms, shape, spread
 from redline.config.recipe import DataConfig, LoraConfig, ModelConfig, Recipe, TrainConfig
-from redline.errors import Say, need
+from redline.errors import need
 from redline.finetune import prepare
-from redline.machine.facts import MachineFacts, read_facts
+from redline.machine.facts import read_facts
 from redline.measure.child import device, peak_bytes, timed
 from redline.measure.training import TrainingSubject, random_rows, whole_batches
 from redline.measure.trial import ANSWER_SHARE, PROMPT_SHARE, RANDOM_ROWS, RANDOM_WEIGHTS, train_trial
 from redline.model.transformer import build_model
 from redline.plan.hardware import hardware_here
 from redline.plan.planner import make_plan
-from redline.record.units import format_bytes, format_duration
+from redline.record.units import format_duration
 from redline.train.adapter import MODULES, peft_tensors
 from redline.train.packed import Example, batches, exact
 from redline.train.process import Process
@@ -43,9 +43,6 @@ LABELS = {
     "fp32": "redline in fp32",
 }
 """The arms in the order they run; the last is there for its losses, to compare with the first's."""
-COLUMNS = (
-    "arm", "rows/s", "interval", "tokens/s", "update", "against HF's best", "peak memory", "first update",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,90 +87,38 @@ WORKS = {
 """The thousand rows and the batch of 32 of tuning guide 003 (docs/claims.md); and one that a CPU runs in seconds."""
 
 
-def bench_finetune(name: str, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Say) -> Path:
-    """Run the arms and write the results after each; returns the path of the page."""
-    work, rows, path = WORKS[name], list[BenchRow](), out
-    what = "finetune" if name == "full" else f"finetune-{name}"
-    for arm in (arm for arm in arms if arm in work.updates):
-        for row in rows_of("redline.bench.finetune:arm", {"name": name, "arm": arm}):
-            rows.append(_summary({"row": arm, **row}))
-            progress(f"{LABELS[arm]}: {_brief(rows[-1])}")
-        for row in rows:
-            row["loss_differences"] = _differences(row, rows)
-        results = {"setting": {"name": name, **asdict(work)}, "rows": rows}
-        path = write(out, what, facts, results, page(facts, work, rows))
-    return path
-
-
-def _summary(row: BenchRow) -> BenchRow:
-    """The row with its speeds: the median of the timed blocks, the slowest and the fastest."""
-    if "failed" in row:
-        return row
-    rates = spread([block["examples"] / block["seconds"] for block in row["blocks"]], "rows_per_s")
-    tokens = median(block["tokens"] / block["seconds"] for block in row["blocks"])
-    update_ms = median(1e3 * block["seconds"] / block["updates"] for block in row["blocks"])
-    return row | rates | {"tokens_per_s": tokens, "update_ms": update_ms}
-
-
-def _differences(row: BenchRow, rows: Sequence[BenchRow]) -> dict[str, float]:
-    """The largest difference of an arm's losses from each of Hugging Face's, over the updates that both made."""
-    if row["row"].startswith("hf") or "losses" not in row:
-        return {}
-    theirs = [other for other in rows if other["row"].startswith("hf") and "losses" in other]
-    return {
+def _summary(row: BenchRow, rows: Sequence[BenchRow], *_: Any) -> BenchRow:
+    """Its speeds over the timed blocks, and the largest difference of its losses from each of Hugging Face's, over the
+    updates that both made."""
+    found: BenchRow = {}
+    if "blocks" in row:
+        found |= spread([block["examples"] / block["seconds"] for block in row["blocks"]], "rows_per_s")
+        found["tokens_per_s"] = median(block["tokens"] / block["seconds"] for block in row["blocks"])
+        found["update_ms"] = median(1e3 * block["seconds"] / block["updates"] for block in row["blocks"])
+    found["loss_differences"] = {
         other["row"]: max(abs(a - b) for a, b in zip(row["losses"], other["losses"], strict=False))
-        for other in theirs
+        for other in rows
+        if other["row"].startswith("hf") and not row["row"].startswith("hf")
+        if "losses" in row.keys() & other.keys()
     }
+    return found
 
 
-def _brief(row: BenchRow) -> str:
-    if "failed" in row:
-        return f"failed: {row['failed']}"
-    first = f"first after {row['first_update_s']:.1f} s"
-    return f"{row['rows_per_s']:,.0f} rows/s, {row['update_ms']:.1f} ms an update, {first}"
-
-
-def page(facts: MachineFacts, work: FinetuningWork, rows: Sequence[BenchRow]) -> list[str]:
+def _about(work: FinetuningWork) -> list[str]:
     shortest, longest = (
         sum(round(share[end] * work.padded_to) for share in (PROMPT_SHARE, ANSWER_SHARE)) for end in (0, 1)
     )
-    best = next((row["rows_per_s"] for row in rows if row["row"] == "hf-best" and "rows_per_s" in row), None)
-    found = _findings(rows)
     return [
-        *head("finetune", "LoRA fine-tuning", facts, quick=work is WORKS["quick"]),
         f"{shape(work.model)}; LoRA of rank {work.lora.rank} on all linear layers, batch {work.batch_size}, loss on"
         f" the answers. {RANDOM_ROWS:,} rows of random tokens, {shortest} to {longest} long, in the same order for all"
         f" arms; Hugging Face's are padded to {work.padded_to}, ours packed.",
         "Median over blocks of updates, interval from the slowest to the fastest; tokens are those of the rows,"
         " padding not counted. The first update's time is from the start of the training: compilation and graphs"
         " included, the model's loading not.",
-        "",
-        *table(COLUMNS, [_cells(row, best) for row in rows]),
-        *(
-            ["", "Largest difference of the losses over the updates that two arms both made:", ""]
-            if found
-            else []
-        ),
-        *found,
     ]
 
 
-def _cells(row: BenchRow, best: float | None) -> list[str]:
-    if "failed" in row:
-        return [LABELS[row["row"]], "failed", row["failed"]]
-    return [
-        LABELS[row["row"]],
-        f"{row['rows_per_s']:,.0f}",
-        f"{row['low']:,.0f} – {row['high']:,.0f}",
-        f"{row['tokens_per_s']:,.0f}",
-        f"{row['update_ms']:.1f} ms",
-        f"{row['rows_per_s'] / best:.1f}x" if best else "–",
-        format_bytes(row["memory_bytes"]),
-        format_duration(row["first_update_s"]),
-    ]
-
-
-def _findings(rows: Sequence[BenchRow]) -> list[str]:
+def _findings(rows: Sequence[BenchRow], _work: FinetuningWork) -> list[str]:
     made, found = {row["row"]: len(row.get("losses", ())) for row in rows}, []
     for row in rows:
         for other, difference in row["loss_differences"].items():
@@ -183,7 +128,30 @@ def _findings(rows: Sequence[BenchRow]) -> list[str]:
                 f"- {LABELS[row['row']]} and {LABELS[other]}: {difference:.2g} over {updates} updates, in which the"
                 f" loss went from {first:.3f} to {last:.3f}."
             )
-    return found
+    title = "Largest difference of the losses over the updates that two arms both made:"
+    return [title, "", *found] if found else []
+
+
+BENCH = Bench(
+    verb="finetune",
+    title="LoRA fine-tuning",
+    works=WORKS,
+    arm="redline.bench.finetune:arm",
+    columns=(
+        ("arm", LABELS.get, "row"),
+        ("rows/s", "{:,.0f}".format, "rows_per_s"),
+        *MEASURED[1:],  # the interval is that of rows
+        MEASURED[0],
+        ("update", "{:.1f} ms".format, "update_ms"),
+        ("against HF's best", "{:.1f}x".format, "against"),
+        ("first update", format_duration, "first_update_s"),
+    ),
+    reference=lambda other, _: other["row"] == "hf-best",
+    about=_about,
+    findings=_findings,
+    summary=_summary,
+)
+bench_finetune = partial(run_arms, BENCH)
 
 
 # ---- the arms, each in its process ----
@@ -297,24 +265,16 @@ def _padded(example: Example, length: int) -> dict[str, Tensor]:
 
 
 def _trainer_of_theirs(rows: int) -> Any:
-    class Order(torch.utils.data.Sampler[int]):
-        """Our order of the rows; an iteration is an epoch."""
-
-        def __len__(self) -> int:
-            return rows
-
-        def __iter__(self) -> Iterator[int]:
-            (numbers,) = batches(rows, batch_size=rows, epochs=1, seed=0)
-            return iter(numbers)
+    (order,) = batches(rows, batch_size=rows, epochs=1, seed=0)
 
     class Trainer(need("transformers", extra="hf").Trainer):  # type: ignore[misc]
-        """Keeps every loss without waiting for the GPU."""
+        """Takes the rows in our order, the same in every epoch, and keeps every loss without waiting for the GPU."""
 
         losses: list[Tensor]
 
-        def _get_train_sampler(self, *_: Any) -> Order:
+        def _get_train_sampler(self, *_: Any) -> list[int]:
             self.losses = []
-            return Order()
+            return list(order)
 
         def compute_loss(self, *given: Any, **named: Any) -> Any:
             loss = super().compute_loss(*given, **named)

@@ -1,6 +1,6 @@
 """`redline bench generate`: our engine beside `transformers` on the same model and the same work, in one run.
 
-    path = bench_generate("full", ceilings, facts, Path("benchmarks"))       # generate_<hardware>_<date>.{json,md}
+    path = bench_generate("full", facts, Path("benchmarks"), ceilings=ceilings, ...)  # generate_<hardware>_<date>.{json,md}
 
 Each side runs in its own process (generate_arms.py) and yields a row per measurement, so a crash keeps what was
 measured before it. A row's floor is the least time the machine would need: read the weights once a step and the keys
@@ -10,20 +10,18 @@ stays a lower bound: logits, activations, writes, sampling.
 
 import heapq
 import random
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
+from typing import Any
 
-from redline.bench.results import SMOLLM2_360M, TINY, BenchRow, head, rows_of, shape, spread, table, write
+from redline.bench.results import MEASURED, SMOLLM2_360M, TINY, Bench, BenchRow, run_arms, shape
 from redline.config.recipe import ModelConfig
-from redline.errors import Say
-from redline.machine.facts import MachineFacts
 from redline.machine.store import Ceilings
 from redline.plan.arithmetic import BYTES
 from redline.plan.roofline import generation_floor_s
-from redline.record.units import format_bytes, format_duration
+from redline.record.units import format_duration
 
 TEMPERATURE = 0.8
 """Of all sampled rows; no top-k or top-p."""
@@ -46,8 +44,6 @@ class GenerationWork:
     """Sequences generated together by our engine."""
     mixed_slots: int
     mixed_lengths: tuple[int, int]
-    greedy: tuple[int, int]
-    """Prompts and new tokens of the comparison of greedy texts."""
     repeats: int
     """Timed runs of a row after a warm-up; fewer for `transformers` if they would take longer than `patience_s`."""
     patience_s: float
@@ -58,12 +54,12 @@ WORKS = {
         model=SMOLLM2_360M, prompt_tokens=96, new_tokens=128,
         batches=((1, 10), (8, 30), (32, 30), (64, 30), (128, 30)), continuous=(8, 30), samples=30,
         sequences=(1, 32, 256, 1024, 2048), mixed_slots=512, mixed_lengths=(8, 256),
-        greedy=(16, 64), repeats=3, patience_s=10.0,
+        repeats=3, patience_s=10.0,
     ),
     "quick": GenerationWork(
         model=replace(TINY, init_std=0.2), prompt_tokens=6, new_tokens=8, batches=((1, 2), (2, 2)),
         continuous=(2, 2), samples=2, sequences=(1, 4), mixed_slots=4, mixed_lengths=(2, 12),
-        greedy=(3, 8), repeats=2, patience_s=10.0,
+        repeats=2, patience_s=10.0,
     ),
 }  # fmt: skip
 HEADLINE = 2
@@ -86,35 +82,21 @@ def most_occupancy(work: GenerationWork) -> float:
     return sum(decoded) / (work.mixed_slots * max(slots))
 
 
-def bench_generate(
-    name: str, ceilings: Ceilings, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Say
-) -> Path:
-    """Run the arms and write the results after each; returns the path of the page."""
-    work, rows, path = WORKS[name], list[BenchRow](), out
-    what = "generate" if name == "full" else f"generate-{name}"
-    for arm in arms:
-        started_s = time.monotonic()
-        for row in rows_of(f"redline.bench.generate_arms:{arm}", {"name": name}):
-            rows.append(_summary({"row": arm, **row}, work, ceilings))
-            progress(_brief(rows[-1]))
-        progress(f"{arm} took {time.monotonic() - started_s:.0f} s in all")
-        results = {"ceilings": asdict(ceilings), "setting": {"name": name, **asdict(work)}, "rows": rows}
-        path = write(out, what, facts, results, page(facts, work, rows))
-    return path
-
-
 # ---- the floor ----
 
 
-def _floors(row: BenchRow, work: GenerationWork, ceilings: Ceilings) -> dict[str, float]:
+def _summary(row: BenchRow, _rows: Any, work: GenerationWork, ceilings: Ceilings) -> BenchRow:
+    if "seconds" not in row or not row["row"].startswith("redline"):
+        return {}
     cuda = ceilings.device != "cpu"
     dtype = "bf16" if cuda else "fp32"
     rate = (ceilings.matmul_tflops("bf16") or 0.0) * 1e12 if cuda else ceilings.cpu_matmul_gflops * 1e9
     bandwidth = ceilings.copy_bytes_per_s if cuda else ceilings.cpu_copy_bytes_per_s
+    mixed = row["row"] == "redline_mixed"
+    found: BenchRow = {"most_occupancy": most_occupancy(work)} if mixed else {}
     if not bandwidth or not rate:
-        return {}
-    lengths = mixed_lengths(work) if row["row"] == "redline_mixed" else [work.new_tokens] * row["sequences"]
-    found: dict[str, float] = {}
+        return found
+    lengths = mixed_lengths(work) if mixed else [work.new_tokens] * row["sequences"]
     for name, shared in (("floor", False), ("floor_shared", True)):
         seconds = generation_floor_s(
             work.model, prompts=row["prompts"], prompt_tokens=work.prompt_tokens, new_tokens=lengths,
@@ -125,16 +107,6 @@ def _floors(row: BenchRow, work: GenerationWork, ceilings: Ceilings) -> dict[str
     return found
 
 
-def _summary(row: BenchRow, work: GenerationWork, ceilings: Ceilings) -> BenchRow:
-    """The row with its speed and floor."""
-    if "seconds" not in row:
-        return row
-    row = row | spread([row["tokens"] / seconds for seconds in row["seconds"]], "tokens_per_s")
-    if row["row"] == "redline_mixed":
-        row |= {"most_occupancy": most_occupancy(work)}
-    return row | (_floors(row, work, ceilings) if row["row"].startswith("redline") else {})
-
-
 # ---- the page ----
 
 LABELS = {
@@ -142,106 +114,61 @@ LABELS = {
     "continuous": "transformers continuous batching",
     "redline": "redline",
     "redline_mixed": "redline, mixed lengths",
-    "greedy": "greedy texts",
     "transformers": "transformers",
 }
 
 
-def _label(row: BenchRow) -> str:
-    if row["row"] in ("generate", "continuous"):
-        return f"{LABELS[row['row']]} {row['prompts']}x{row['samples']}"
-    if "prompts" in row and row["row"].startswith("redline"):
-        shared = "distinct prompts" if row["prompts"] == row["sequences"] else f"{row['prompts']} prompts"
-        return f"{LABELS[row['row']]}, {shared}"
-    return LABELS[row["row"]]
-
-
-def _brief(row: BenchRow) -> str:
-    if "failed" in row:
-        return f"{_label(row)}: failed: {row['failed']}"
-    if "tokens_per_s" in row:
-        at_once = row.get("slots", row["sequences"])
-        return f"{_label(row)}, at most {at_once:,} at a time: {row['tokens_per_s']:,.0f} tokens/s"
-    return _finding(row) or _label(row)
-
-
-def page(facts: MachineFacts, work: GenerationWork, rows: Sequence[BenchRow]) -> list[str]:
-    """Markdown: speeds, then the small findings."""
-    batch = work.batches[HEADLINE - 1]
-    usual = (r for r in rows if r["row"] == "generate" and (r["prompts"], r["samples"]) == batch)
-    reference = next((r.get("tokens_per_s") for r in usual), None)
-    columns = (
-        "arm", "sequences", "tokens/s", "interval", "runs", f"against {batch[0]}x{batch[1]}",
-        "share of the floor", "peak memory", "first run",
-    )  # fmt: skip
+def _about(work: GenerationWork) -> list[str]:
     return [
-        *head("generate", "Generation", facts, quick=work is WORKS["quick"]),
         f"{shape(work.model)}; prompts of {work.prompt_tokens} tokens, {work.new_tokens} new tokens each,"
-        f" temperature {TEMPERATURE}. Median of the timed runs; interval: slowest to fastest.",
+        f" temperature {TEMPERATURE}. Median of the timed runs; interval: slowest to fastest; compared with `generate`"
+        " {}x{}.".format(*work.batches[HEADLINE - 1]),
         "Floor: weights once a step, keys and values once a token, at the measured copy bandwidth, and the"
         " multiplications at the measured rate; in brackets with the keys and values of a prompt read once for all"
         " of its samples.",
-        "",
-        *table(columns, [_cells(r, reference) for r in rows if "tokens_per_s" in r or "failed" in r]),
-        "",
-        *_compared(rows),
-        *(found for row in rows if (found := _finding(row)) is not None),
     ]
 
 
-def _cells(row: BenchRow, reference: float | None) -> list[str]:
-    if "failed" in row:
-        return [_label(row), str(row.get("sequences", "")), "failed", row["failed"]]
-    share = ""
-    if "share_of_floor" in row:
-        share = f"{row['share_of_floor']:.0%} ({row['share_of_floor_shared']:.0%})"
-    return [
-        _label(row) + (f" ({row['note']})" if row.get("note") else ""),
-        f"{row['sequences']:,}" + (f" in {row['slots']:,} slots" if row["row"] == "redline_mixed" else ""),
-        f"{row['tokens_per_s']:,.0f}",
-        f"{row['low']:,.0f} – {row['high']:,.0f}",
-        str(len(row["seconds"])),
-        f"{row['tokens_per_s'] / reference:.2f}x" if reference else "–",
-        share,
-        format_bytes(row["memory_bytes"]),
-        format_duration(row["first_run_s"]),
+def _findings(rows: Sequence[BenchRow], _work: GenerationWork) -> list[str]:
+    best, found = dict[str, float](), list[str]()
+    for row in rows:
+        if "tokens_per_s" in row:
+            best[row["row"]] = max(row["tokens_per_s"], best.get(row["row"], 0.0))
+    if "generate" in best and "redline" in best:
+        times = best["redline"] / best["generate"]
+        found.append(f"Best of redline: {times:.1f} times the tokens/s of the best of transformers.")
+    return found + [
+        f"Mixed lengths, {MIXED_WAVES} sequences a slot: slot occupancy {row['occupancy']:.1%} (decoded"
+        f" tokens over {row['slots']:,} slots x {row['decode_steps']:,} steps;"
+        f" {row['most_occupancy']:.1%} is the most that this order of lengths allows);"
+        f" {row['row_occupancy']:.1%} of the rows computed were of use."
+        for row in rows
+        if "occupancy" in row
     ]
 
 
-def _compared(rows: Sequence[BenchRow]) -> list[str]:
-    """The best of each side in one sentence."""
-
-    def best(name: str) -> BenchRow | None:
-        timed = [row for row in rows if row["row"] == name and "tokens_per_s" in row]
-        return max(timed, key=lambda row: row["tokens_per_s"], default=None)
-
-    theirs, ours = best("generate"), best("redline")
-    if theirs is None or ours is None:
-        return []
-    return [
-        f"Best of transformers: {theirs['prompts']}x{theirs['samples']},"
-        f" {theirs['tokens_per_s']:,.0f} tokens/s. Best of redline: {ours['sequences']:,} sequences,"
-        f" {ours['tokens_per_s']:,.0f} tokens/s, {ours['tokens_per_s'] / theirs['tokens_per_s']:.1f} times as"
-        " many."
-    ]
-
-
-def _finding(row: BenchRow) -> str | None:
-    """What a row says besides its speed, as a sentence."""
-    if "failed" in row:
-        return None
-    if row["row"] == "redline_mixed":
-        return (
-            f"Mixed lengths, {MIXED_WAVES} sequences a slot: slot occupancy {row['occupancy']:.1%} (decoded"
-            f" tokens over {row['slots']:,} slots x {row['decode_steps']:,} steps;"
-            f" {row['most_occupancy']:.1%} is the most that this order of lengths allows);"
-            f" {row['row_occupancy']:.1%} of the rows computed were of use."
-        )
-    if row["row"] == "greedy":
-        return (
-            f"Greedy texts, {row['prompts']} prompts x {row['tokens']} tokens in {row['dtype']}:"
-            f" {row['equal']} equal to those of transformers, equal prefixes {row['prefix_share']:.1%} of the"
-            f" tokens; log-probabilities of the same tokens differ by {row['logprob_difference']:.2g} on"
-            f" average, {row['logprob_difference_most']:.2g} at most."
-        )
-    return None
+COMPARED = [work.batches[HEADLINE - 1] for work in WORKS.values()]
+BENCH = Bench(
+    verb="generate",
+    title="Generation",
+    works=WORKS,
+    arm="redline.bench.generate_arms:{arm}",
+    columns=(
+        ("arm", LABELS.get, "row"),
+        ("prompts", "{:,}".format, "prompts"),
+        ("samples", str, "samples"),
+        ("sequences", "{:,}".format, "sequences"),
+        *MEASURED,
+        ("runs", len, "seconds"),
+        ("against `generate`", "{:.2f}x".format, "against"),
+        ("share of the floor", "{:.0%} ({:.0%})".format, "share_of_floor", "share_of_floor_shared"),
+        ("first run", format_duration, "first_run_s"),
+    ),
+    reference=lambda other, _: (
+        other["row"] == "generate" and (other["prompts"], other["samples"]) in COMPARED
+    ),
+    about=_about,
+    findings=_findings,
+    summary=_summary,
+)
+bench_generate = partial(run_arms, BENCH)

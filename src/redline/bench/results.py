@@ -1,5 +1,6 @@
-"""What the benchmarks share: an arm in its process, and the two files that a benchmark writes. No torch.
+"""What the benchmarks share: an arm in its process, the tables, and the two files that a benchmark writes. No torch.
 
+    path = run_arms(BENCH, "full", facts, Path("benchmarks"), arms=("trl",), progress=print)
     for row in rows_of("redline.bench.generate_arms:redline", {"name": "full"}): ...
     path = write(out, "generate", facts, results, lines)           # generate_<hardware>_<date>.{json,md}
 
@@ -9,22 +10,33 @@ What an arm measured before it died is kept; its last row says how it failed.
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from redline.config.recipe import ModelConfig
-from redline.errors import ConfigError
+from redline.errors import ConfigError, Say
 from redline.machine.facts import MachineFacts, same_kind
+from redline.machine.store import Ceilings
 from redline.measure.process import Child, ChildFailed
 from redline.measure.statistics import APART_SPREAD
 from redline.plan.arithmetic import parameters
 from redline.plan.hardware import hardware_here
 from redline.record.files import read_json, write_atomic
+from redline.record.units import DASH, format_bytes
 
 BenchRow = dict[str, Any]
+Column = tuple[str, Callable[..., object], *tuple[str, ...]]
+"""Its title, how to show it, and the keys of what is shown: without any, the row."""
+MEASURED: tuple[Column, ...] = (
+    ("tokens/s", "{:,.0f}".format, "tokens_per_s"),
+    ("interval", "{:,.0f} – {:,.0f}".format, "low", "high"),
+    ("peak memory", format_bytes, "memory_bytes"),
+)
+Reference = Callable[[BenchRow, BenchRow], bool]
+"""Whether a row is the one that another is compared with."""
 SMOLLM2_360M = ModelConfig(
     vocab_size=49152, num_layers=32, hidden_size=960, num_heads=15, num_kv_heads=5, ffn_size=2560,
     context_length=2048, rope_theta=100_000.0,
@@ -68,10 +80,42 @@ def shape(model: ModelConfig) -> str:
     )
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def grid(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table; short rows are filled up."""
-    filled = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
-    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *filled)]
+    filled = [[*row, *[""] * (len(titles) - len(row))] for row in rows]
+    return [f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *filled)]
+
+
+def table(columns: Sequence[Column], rows: Sequence[BenchRow], reference: Reference) -> list[str]:
+    """The rows, with their speed `against` the reference's."""
+    shown = []
+    for row in rows:
+        by = next((rate for other in rows if reference(other, row) and (rate := _rate(other))), None)
+        shown.append(_cells(columns, row | {"against": _rate(row) / by} if by else row))
+    return grid([title for title, *_ in columns], shown)
+
+
+def brief(columns: Sequence[Column], row: BenchRow) -> str:
+    """The row of the table as a line of progress."""
+    label, *cells = _cells(columns, row)
+    if "failed" in row:
+        return f"{label}: {': '.join(cells[-2:])}"
+    titled = zip((title for title, *_ in columns[1:]), cells, strict=True)
+    return f"{label}: " + ", ".join(f"{title} {cell}" for title, cell in titled if cell != DASH)
+
+
+def _cells(columns: Sequence[Column], row: BenchRow) -> list[str]:
+    """What the row does not have is a dash; a failed one says why where its speed would be."""
+    shown = [
+        DASH if None in (values := [row.get(key) for key in keys] or [row]) else str(form(*values))
+        for _, form, *keys in columns
+    ]
+    at = next(i for i, (title, *_) in enumerate(columns) if title.endswith("/s"))
+    return [*shown[:at], "failed", row["failed"]] if "failed" in row else shown
+
+
+def _rate(row: BenchRow) -> float:
+    return row.get("rows_per_s") or row.get("tokens_per_s", 0.0)
 
 
 def write(out: Path, what: str, facts: MachineFacts, results: dict[str, Any], lines: Sequence[str]) -> Path:
@@ -83,6 +127,66 @@ def write(out: Path, what: str, facts: MachineFacts, results: dict[str, Any], li
     write_atomic(base.with_suffix(".json"), text + "\n")
     write_atomic(base.with_suffix(".md"), "\n".join(lines) + "\n")
     return base.with_suffix(".md")
+
+
+# ---- benchmarks of one work ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A benchmark whose arms do the same work: what to run, and what its page says."""
+
+    verb: str
+    title: str
+    works: Mapping[str, Any]
+    """`full` and `quick`."""
+    arm: str
+    """The function of `{arm}` in its process."""
+    columns: Sequence[Column]
+    """Of the table; the first names a row."""
+    reference: Reference
+    about: Callable[[Any], Sequence[str]]
+    """What the work is and how it is counted."""
+    findings: Callable[[Sequence[BenchRow], Any], Sequence[str]]
+    """What the rows say besides the table."""
+    summary: Callable[[BenchRow, Sequence[BenchRow], Any, Any], BenchRow] = lambda *_: {}
+    """What follows from a row besides its speed, given all rows, the work and the machine's ceilings."""
+
+    def page(self, facts: MachineFacts, name: str, rows: Sequence[BenchRow]) -> list[str]:
+        found = self.findings(rows, self.works[name])
+        return [
+            *head(self.verb, self.title, facts, quick=name == "quick"),
+            *self.about(self.works[name]),
+            "",
+            *table(self.columns, rows, self.reference),
+            *[""] * bool(found),
+            *found,
+        ]
+
+
+def run_arms(
+    bench: Bench,
+    name: str,
+    facts: MachineFacts,
+    out: Path,
+    *,
+    arms: Sequence[str],
+    progress: Say,
+    ceilings: Ceilings | None = None,
+) -> Path:
+    """Run the arms and write the results after each; returns the path of the page."""
+    work, measured, rows, path = bench.works[name], list[BenchRow](), list[BenchRow](), out
+    above: BenchRow = {"ceilings": asdict(ceilings)} if ceilings else {}
+    for arm in arms:
+        for row in rows_of(bench.arm.format(arm=arm), {"name": name, "arm": arm}):
+            rates = [row["tokens"] / seconds for seconds in row.get("seconds", ())]
+            measured.append({"row": arm, **row} | (spread(rates, "tokens_per_s") if rates else {}))
+            rows = [row | bench.summary(row, measured, work, ceilings) for row in measured]
+            progress(brief(bench.columns, rows[-1]))
+        results = {**above, "setting": {"name": name, **asdict(work)}, "rows": rows}
+        what = bench.verb if name == "full" else f"{bench.verb}-{name}"
+        path = write(out, what, facts, results, bench.page(facts, name, rows))
+    return path
 
 
 # ---- the gate ----
@@ -142,6 +246,5 @@ def _speeds(results: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
     found = {}
     for name, row in rows:
         if row["row"] not in THEIRS and ("low" in row or "failed" in row):
-            rate = row.get("rows_per_s") or row.get("tokens_per_s", 0.0)
-            found[name] = rate, row.get("low", 0.0), row.get("high", 0.0)
+            found[name] = _rate(row), row.get("low", 0.0), row.get("high", 0.0)
     return found

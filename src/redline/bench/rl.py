@@ -14,24 +14,24 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import tokenizers
 import torch
 
 from redline.bench import theirs
-from redline.bench.results import SMOLLM2_360M, TINY, BenchRow, head, rows_of, shape, spread, table, write
+from redline.bench.results import MEASURED, SMOLLM2_360M, TINY, Bench, BenchRow, run_arms, shape
 from redline.config.recipe import DEFAULTS, Compile, ModelConfig, PlanPins, Recipe, TrainConfig
 from redline.config.rl import RlConfig
 from redline.data.tokenizer import END_OF_TEXT
 from redline.engine.prompt import Asked
-from redline.errors import Say, need
-from redline.machine.facts import MachineFacts, read_facts
-from redline.measure.child import device, empty, half, peak_bytes, synchronize, timed
+from redline.errors import need
+from redline.machine.facts import read_facts
+from redline.measure.child import device, empty, half, peak_bytes, timed
 from redline.measure.generation import words_tokenizer
 from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
@@ -39,7 +39,7 @@ from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
 from redline.plan.predict import longest_row
-from redline.record.units import format_bytes, format_duration, format_share
+from redline.record.units import format_duration, format_share
 from redline.rl import rehearsal
 from redline.rl.domains import Domain, Domains
 from redline.rl.run import job_of
@@ -101,84 +101,50 @@ WORKS = {
 }  # fmt: skip
 
 
-def bench_rl(name: str, facts: MachineFacts, out: Path, *, arms: Sequence[str], progress: Say) -> Path:
-    """Run the arms and write the results after each; returns the path of the table."""
-    work, rows, path = WORKS[name], list[BenchRow](), out
-    for arm in arms:
-        for row in rows_of(f"redline.bench.rl:{arm}", {"name": name}):
-            rows.append(_summary({"row": arm, **row}))
-            progress(_brief(rows[-1]))
-        results = {"setting": {"name": name, **asdict(work)}, "rows": rows}
-        path = write(out, "rl" if name == "full" else f"rl-{name}", facts, results, page(facts, work, rows))
-    return path
-
-
-def _summary(row: BenchRow) -> BenchRow:
-    """The row with what follows from it."""
-    if "seconds" not in row:
-        return row
-    return row | spread([row["tokens"] / seconds for seconds in row["seconds"]], "tokens_per_s")
-
-
-def _brief(row: BenchRow) -> str:
-    if "failed" in row:
-        return f"{LABELS[row['row']]}: failed: {row['failed']}"
-    return f"{LABELS[row['row']]}, {row['rows']:,} answers: {row['tokens_per_s']:,.0f} tokens/s"
-
-
-def page(facts: MachineFacts, work: RlWork, rows: Sequence[BenchRow]) -> list[str]:
-    """Markdown: speeds, then what the time of our step goes to."""
-    columns = (
-        "arm", "answers a step", "tokens/s", "interval", "a step", "against TRL", "peak memory",
-        "first step",
-    )  # fmt: skip
+def _about(work: RlWork) -> list[str]:
     with_vllm = importlib.util.find_spec("vllm") is not None
     return [
-        *head("rl", "Reinforcement learning", facts, quick=work is WORKS["quick"]),
         f"GRPO, {shape(work.model)}; prompts of {work.prompt_tokens} tokens, groups of {work.group_size} answers of up"
         f" to {work.new_tokens} tokens. Tokens of prompts and answers over the whole step: drawing, scoring, update."
         " Median; interval: slowest to fastest. vLLM is"
-        f" {'installed here, and TRL was not asked to use it' if with_vllm else 'not installed here'}.",
-        "",
-        *table(columns, [_cells(row, rows) for row in rows if row["row"] != "actor" or "failed" in row]),
-        "",
-        *(line for row in rows for line in _findings(row, work)),
+        f" {'installed here, and TRL was not asked to use it' if with_vllm else 'not installed here'}."
     ]
 
 
-def _cells(row: BenchRow, rows: Sequence[BenchRow]) -> list[str]:
-    if "failed" in row:
-        return [LABELS[row["row"]], str(row.get("rows", "")), "failed", row["failed"]]
-    alike = (r for r in rows if r["row"] == "trl" and r.get("rows") == row["rows"] and "low" in r)
-    theirs = next((r["tokens_per_s"] for r in alike), None)
-    return [
-        LABELS[row["row"]],
-        f"{row['rows']:,}",
-        f"{row['tokens_per_s']:,.0f}",
-        f"{row['low']:,.0f} – {row['high']:,.0f}",
-        format_duration(median(row["seconds"])),
-        f"{row['tokens_per_s'] / theirs:.1f}x" if theirs else "–",
-        format_bytes(row["memory_bytes"]),
-        format_duration(row["first_step_s"]),
+def _findings(rows: Sequence[BenchRow], work: RlWork) -> list[str]:
+    """What the time of a step goes to, and what the update alone is."""
+    parts = [
+        f"- A step of {LABELS[row['row']]} with {row['rows']:,} answers: "
+        + ", ".join(f"{name} {format_duration(part)}" for name, part in row["phases_s"].items())
+        for row in rows
+        if "phases_s" in row
     ]
+    alone = (
+        f"- Update alone: {shape(work.actor)}; rows of {work.prompt_tokens} + {work.actor_tokens} tokens, packed. MFU:"
+        " 6N + 12LdT, then as verl counts it."
+    )
+    return parts + [alone] * any(row["row"] == "actor" for row in rows)
 
 
-def _findings(row: BenchRow, work: RlWork) -> list[str]:
-    """What a row says beside its speed."""
-    if "phases_s" in row and row["row"] != "actor":
-        parts = ", ".join(f"{name} {format_duration(part)}" for name, part in row["phases_s"].items())
-        return [f"A step of {LABELS[row['row']]} with {row['rows']:,} answers: {parts}.", ""]
-    if row["row"] == "actor" and "seconds" in row:
-        shares = ""
-        if row["mfu_share"] is not None:
-            verls = format_share(row["mfu_verl_share"])
-            shares = f", {format_share(row['mfu_share'])} MFU (6N + 12LdT), {verls} as verl counts it"
-        return [
-            f"Update alone: {shape(work.actor)}; {row['rows']} rows of {work.prompt_tokens} + {work.actor_tokens}"
-            f" tokens, packed: {row['tokens_per_s']:,.0f} tokens/s{shares}; peak memory"
-            f" {format_bytes(row['memory_bytes'])}."
-        ]
-    return []
+BENCH = Bench(
+    verb="rl",
+    title="Reinforcement learning",
+    works=WORKS,
+    arm="redline.bench.rl:{arm}",
+    columns=(
+        ("arm", LABELS.get, "row"),
+        ("answers a step", "{:,}".format, "rows"),
+        *MEASURED,
+        ("a step", lambda seconds: format_duration(median(seconds)), "seconds"),
+        ("against TRL", "{:.1f}x".format, "against"),
+        ("MFU", lambda *shares: ", ".join(map(format_share, shares)), "mfu_share", "mfu_verl_share"),
+        ("first step", format_duration, "first_step_s"),
+    ),
+    reference=lambda other, row: other["row"] == "trl" and other.get("rows") == row.get("rows"),
+    about=_about,
+    findings=_findings,
+)
+bench_rl = partial(run_arms, BENCH)
 
 
 # ---- the arms, each in its process ----
@@ -225,17 +191,7 @@ def _trl(work: RlWork, questions: int, *, continuous: bool = False) -> BenchRow:
     vocabulary = tokenizers.Tokenizer.from_str(words_tokenizer(work.model.vocab_size).text)
     ends = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT, "padding_side": "left"}
     cuda, rows = device().type == "cuda", questions * work.group_size
-    ended_s: list[float] = []
-    counted: list[float] = []
-
-    class Watch(hf.TrainerCallback):  # type: ignore[name-defined]  # a peer's class
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            synchronize()
-            ended_s.append(time.perf_counter())
-
-        def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
-            counted.extend([float(logs["num_tokens"])] if "num_tokens" in logs else [])
-
+    clock = theirs.clock(warm_up=1, per_block=1)
     with tempfile.TemporaryDirectory() as folder:
         trainer = its.GRPOTrainer(
             model=theirs.model_of(work.model, _weights(work), device=device(), dtype=half()),
@@ -252,13 +208,14 @@ def _trl(work: RlWork, questions: int, *, continuous: bool = False) -> BenchRow:
                 {"prompt": [" ".join(f"w{i}" for i in ids) for ids in theirs.prompts_of(work, questions)] * (1 + work.steps)}
             ),
             processing_class=hf.PreTrainedTokenizerFast(tokenizer_object=vocabulary, **ends),
-            callbacks=[Watch()],
+            callbacks=[clock],
         )  # fmt: skip
         trainer.remove_callback(hf.PrinterCallback)
-        began_s = time.perf_counter()
+        clock.started_s = time.perf_counter()
         trainer.train()
-    seconds = np.diff([began_s, *ended_s]).tolist()
-    return _row(work, questions, {"step_tokens": (counted[-1] - counted[0]) / work.steps}, seconds)
+    counted = [float(line["num_tokens"]) for line in trainer.state.log_history if "num_tokens" in line]
+    line = {"step_tokens": (counted[-1] - counted[0]) / work.steps}
+    return _row(work, questions, line, [clock.first_step_s, *clock.blocks_s])
 
 
 # ---- ours ----
@@ -366,4 +323,4 @@ def actor(setting: dict[str, str]) -> Iterator[BenchRow]:
     job = rehearsal.job_of(recipe, plan, model, rehearsal.random_rows(recipe, shortest=1), process)
     line, seconds = _steps(Trainer(job, process), work)
     row = _row(work, count // work.group_size, line, seconds)
-    yield row | {"rows": count, "mfu_share": line["actor_mfu"], "mfu_verl_share": line["perf/mfu/actor"]}
+    yield row | {"mfu_share": line["actor_mfu"], "mfu_verl_share": line["perf/mfu/actor"]}

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from redline.bench import theirs
-from redline.bench.results import BenchRow, head, rows_of, spread, table, write
+from redline.bench.results import MEASURED, BenchRow, Column, brief, head, rows_of, spread, table, write
 from redline.config.load import from_toml, to_toml
 from redline.config.recipe import Recipe
 from redline.data.loader import Batch
@@ -51,7 +51,19 @@ LABELS = {
 WHOLE_SOFTMAX = (
     "not run: it would compute the whole softmax; train.softmax_candidates=0 compares the same work"
 )
-COLUMNS = ("arm", "tokens/s", "interval", "MFU", "against bare", "peak memory", "first step")
+COLUMNS: tuple[Column, ...] = (
+    ("arm", str, "label"),
+    *MEASURED,
+    ("MFU", "{:.1%}".format, "mfu_share"),
+    ("against bare", lambda ratio: f"{ratio - 1:+.2%}", "against"),
+    (
+        "predicted",
+        lambda p, seen: f"{format_bytes(p)}, {p / seen - 1:+.1%}",
+        "predicted_bytes",
+        "memory_bytes",
+    ),
+    ("first step", format_duration, "first_step_s"),
+)
 
 
 def bench_train(
@@ -71,14 +83,14 @@ def bench_train(
         entry: dict[str, Any] = {"recipe": asdict(recipe), "plan": to_json(plan), "arms": {}}
         for arm in arms:
             setting = {"recipe": to_toml(recipe), "blocks": blocks, "steps_per_block": steps_per_block}
-            name, started_s = f"{recipe.name} {plan.precision} {arm}", time.monotonic()
             if arm != "loop" and recipe.train.softmax_candidates:
-                entry["arms"][arm] = {"failed": WHOLE_SOFTMAX}
-                progress(f"{name}: {WHOLE_SOFTMAX}")
-                continue
-            progress(f"{name}: {_work(arm, recipe, plan, setting)}")
-            found = entry["arms"][arm] = _run_fitting(arm, setting, plan)
-            progress(f"{name}: {_brief(found)}  ({time.monotonic() - started_s:.0f} s)")
+                found = {"failed": WHOLE_SOFTMAX}
+            else:
+                progress(f"{recipe.name} {plan.precision} {arm}: {_work(arm, recipe, plan, setting)}")
+                found = _run_fitting(arm, setting, plan)
+            entry["arms"][arm] = found
+            for row in _rows({arm: found}, entry["plan"], hardware):
+                progress(f"{recipe.name} {plan.precision} {brief(COLUMNS, row)}")
         results.append(entry)
         path = write(out, "train", facts, {"results": results}, page(hardware, facts, results))
     return path
@@ -107,13 +119,6 @@ def _run_fitting(arm: str, setting: dict[str, Any], plan: Plan) -> BenchRow:
         micro //= 2
 
 
-def _brief(found: BenchRow) -> str:
-    if "failed" in found:
-        return f"failed: {found['failed']}"
-    speeds = found["speeds"].items()
-    return ", ".join(f"{name} {speed['tokens_per_s']:,.0f} tokens/s" for name, speed in speeds)
-
-
 def page(hardware: Hardware, facts: MachineFacts, results: Sequence[BenchRow]) -> list[str]:
     """Markdown: a section for each recipe, a row for each arm."""
     lines = [
@@ -123,31 +128,19 @@ def page(hardware: Hardware, facts: MachineFacts, results: Sequence[BenchRow]) -
         "Rows of one loop are interleaved in one process; plain PyTorch and HF Trainer run in separate processes.",
     ]
     for entry in results:
-        lines += ["", *_section(entry, hardware)]
-    return lines
-
-
-def _section(entry: BenchRow, hardware: Hardware) -> list[str]:
-    recipe, plan = entry["recipe"], entry["plan"]
-    names = ("precision", "micro_batch", "attention", "cross_entropy", "compile")
-    precision, micro, attention, cross_entropy, compiled = (plan[name]["value"] for name in names)
-    lines = [
-        f"## {recipe['name']}, {precision}",
-        "",
-        f"{plan['prediction']['parameters']:,} parameters, T = {recipe['data']['seq_len']},"
-        f" {recipe['train']['batch_size']} sequences an update in passes of {micro}; attention {attention}, cross"
-        f" entropy {cross_entropy}, compile {compiled}; work {plan['work']}.",
-        "",
-        *table(
-            COLUMNS,
-            [cells for arm, row in entry["arms"].items() for cells in _cells(arm, row, entry, hardware)],
-        ),
-    ]
-    loop = entry["arms"].get("loop", {})
-    if loop.get("memory_bytes"):
-        predicted, seen = loop["predicted_bytes"], loop["memory_bytes"]
-        off = f"{predicted / seen - 1:+.1%}"
-        lines += ["", f"Predicted peak {format_bytes(predicted)}, seen {format_bytes(seen)}: {off}."]
+        recipe, plan = entry["recipe"], entry["plan"]
+        names = ("precision", "micro_batch", "attention", "cross_entropy", "compile")
+        precision, micro, attention, cross_entropy, compiled = (plan[name]["value"] for name in names)
+        lines += [
+            "",
+            f"## {recipe['name']}, {precision}",
+            "",
+            f"{plan['prediction']['parameters']:,} parameters, T = {recipe['data']['seq_len']},"
+            f" {recipe['train']['batch_size']} sequences an update in passes of {micro}; attention {attention}, cross"
+            f" entropy {cross_entropy}, compile {compiled}; work {plan['work']}.",
+            "",
+            *table(COLUMNS, _rows(entry["arms"], plan, hardware), lambda other, _: other["row"] == "bare"),
+        ]
     return lines
 
 
@@ -161,26 +154,17 @@ def _label(name: str, plan: BenchRow) -> str:
     return LABELS[name] + (f" ({', '.join(used)})" if used else "")
 
 
-def _cells(arm: str, found: BenchRow, entry: BenchRow, hardware: Hardware) -> list[list[str]]:
-    plan = entry["plan"]
-    if "failed" in found:
-        return [[_label(arm, plan), "failed", found["failed"]]]
-    peak, flops = hardware.peak_tflops.get("bf16"), plan["prediction"]["flops_per_token"]
-    bare = entry["arms"].get("loop", {}).get("speeds", {}).get("bare", {}).get("tokens_per_s")
-    passes = found["micro_batch"]
-    fewer = f", passes of {passes}: more ran out of memory" if passes != plan["micro_batch"]["value"] else ""
-    rows = []
-    for name, speed in found["speeds"].items():
-        rate = speed["tokens_per_s"]
-        rows.append([
-            _label(name, plan) + fewer,
-            f"{rate:,.0f}",
-            f"{speed['low']:,.0f} – {speed['high']:,.0f}",
-            f"{rate * flops / peak / 1e12:.1%}" if peak else "–",
-            f"{rate / bare - 1:+.2%}" if bare else "–",
-            format_bytes(found["memory_bytes"]),
-            format_duration(found["first_step_s"]) if name != "bare" else "",
-        ])  # fmt: skip
+def _rows(arms: BenchRow, plan: BenchRow, hardware: Hardware) -> list[BenchRow]:
+    """A row for each speed of an arm, or for its failure."""
+    peak, passes, rows = hardware.peak_tflops.get("bf16"), plan["micro_batch"]["value"], []
+    for arm, found in arms.items():
+        smaller = found.get("micro_batch", passes)
+        fewer = f", passes of {smaller}: more ran out of memory" if smaller != passes else ""
+        for name, speed in found.get("speeds", {arm: {}}).items():
+            row = {**found, **speed, "row": name, "label": _label(name, plan) + fewer}
+            if speed and peak:
+                row["mfu_share"] = speed["tokens_per_s"] * plan["prediction"]["flops_per_token"] / peak / 1e12
+            rows.append(row | ({"first_step_s": None} if name == "bare" else {}))
     return rows
 
 

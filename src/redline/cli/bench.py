@@ -102,9 +102,9 @@ def _measure(options: argparse.Namespace) -> Path:
     facts = read_facts()
     if not facts.gpus and not options.quick:
         raise MachineError("the full benchmark needs a GPU, and this machine has none: use --quick")
-    given = ["quick" if options.quick else "full", facts, options.out]
+    name, more = "quick" if options.quick else "full", {}
     if options.verb == "generate":
-        given.insert(1, ceilings_of(facts))
+        more["ceilings"] = ceilings_of(facts)
     module = importlib.import_module(f"redline.bench.{options.verb}")
     bench: Callable[..., Path] = getattr(module, f"bench_{options.verb}")
-    return bench(*given, arms=options.arm or ARMS[options.verb], progress=status)
+    return bench(name, facts, options.out, arms=options.arm or ARMS[options.verb], progress=status, **more)
