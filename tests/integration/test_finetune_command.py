@@ -163,6 +163,9 @@ def test_a_file_that_is_something_else_is_one_line(tmp_path, model, capsys):
     bad.write_text('{"text": "no example"}\n' * 5)
     with pytest.raises(DataError, match=r"5 of 5 rows are not examples; the first: .*row 1"):
         read_chats(bad)
+    bad.write_text("")
+    with pytest.raises(DataError, match=r"bad\.jsonl: no rows\."):
+        read_chats(bad)
     one_of_many = "".join(json.dumps(row) + "\n" for row in rows(200)) + "{broken\n"
     bad.write_text(one_of_many)
     assert (read_chats(bad).left_out, len(read_chats(bad).rows)) == (1, 200)

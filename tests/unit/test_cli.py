@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from redline.cli.arguments import declare
+from redline.cli.arguments import declare, folded
 from redline.cli.main import COMMANDS, main, module_of, parser
 from redline.cli.options import run_of
 from redline.config.load import load_recipe, shipped, to_toml
@@ -203,6 +203,17 @@ def test_every_help_says_it_all_in_80_columns_and_breaks_no_word(command, capsys
         assert words(f"{about} {told}") <= words(shown)
 
 
+def test_an_example_that_is_folded_keeps_options_with_their_values():
+    shown = folded(
+        "\nredline train gpt2-124m --run runs/wiki --nproc 2 --quiet --set data.source=data/wiki  about it"
+    )
+    assert shown.splitlines() == [
+        "redline train gpt2-124m --run runs/wiki --nproc 2 --quiet \\",
+        "        --set data.source=data/wiki",
+        "    about it",
+    ]
+
+
 def words(text: str) -> set[str]:
     return {word.rstrip(".;").lower() for word in text.split()}
 
@@ -305,7 +316,8 @@ def test_generate_and_evaluate_a_model_folder(made, capsys):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["plan", "gpt2-125m"], ["no recipe 'gpt2-125m'", "did you mean 'gpt2-124m'?"]),
+        (["plan", "gpt2-125m"], ["no recipe 'gpt2-125m' (did you mean 'gpt2-124m'?)"]),
+        (["finetune", "demo", "x", "--full", "--set", "lora.rank=4"], ["--full trains all weights"]),
         (["recipes", "nanoo"], ["did you mean 'nano'?"]),
         (["train", "nan0"], ["did you mean 'nano'?"]),
         (["plan", "nano", "--set", "train.step=3"], ["unknown key 'step'", "did you mean 'steps'?"]),

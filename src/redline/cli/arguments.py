@@ -94,10 +94,11 @@ def _examples(part: str) -> str:
     if max(map(len, part.splitlines())) <= WIDTH:
         return part
     shown = list[str]()
-    whole = re.sub(r"\n +", " ", part)  # an indented line goes on with what the one before does
-    for line in whole.splitlines():
+    joined = re.sub(r"\n +", " ", part)  # an indented line goes on with what the one before does
+    for line in joined.splitlines():
         command, _, about = line.partition("  ")
-        shown.append(" \\\n        ".join(wrap(command, WIDTH - 10)))
+        whole = re.sub(r"( --\S+) (?!-)", "\\1\0", command)  # an option stays with its value
+        shown.append(" \\\n".join(wrap(whole, WIDTH - 2, subsequent_indent=" " * 8)).replace("\0", " "))
         shown += wrap(about.strip(), WIDTH, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(shown)
 

@@ -175,7 +175,7 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
 def describe(recipe: Recipe, plan: Plan, folder: Path) -> str:
     """A few lines: what is trained, and how."""
     p, t = plan.prediction, recipe.train
-    count = f"{t.steps:,} steps" if t.steps else f"{t.epochs} epochs in steps"
+    count = f"{t.steps:,} steps" if t.steps else f"{t.epochs} epoch(s) in steps"
     each = {
         "pretrain": f"{recipe.tokens_per_step:,} tokens{' (fewer at first)' if t.batch_ramp_steps else ''}",
         "rl": f"{t.batch_size} questions with {recipe.rl.group_size if recipe.rl else 0} answers each",
