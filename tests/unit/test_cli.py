@@ -318,6 +318,7 @@ def test_generate_and_evaluate_a_model_folder(made, capsys):
     [
         (["plan", "gpt2-125m"], ["no recipe 'gpt2-125m' (did you mean 'gpt2-124m'?)"]),
         (["finetune", "demo", "x", "--full", "--set", "lora.rank=4"], ["--full trains all weights"]),
+        (["generate", "demo", "--prompt", "\udcff"], ["--prompt: the value must be UTF-8 text"]),
         (["recipes", "nanoo"], ["did you mean 'nano'?"]),
         (["train", "nan0"], ["did you mean 'nano'?"]),
         (["plan", "nano", "--set", "train.step=3"], ["unknown key 'step'", "did you mean 'steps'?"]),

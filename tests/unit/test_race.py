@@ -310,6 +310,10 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
     assert "recipe 1, mine-train.lr=3e-3-train.batch_size=16: lowest losses 2.0000;" in shown
     train.slower = 2.0
     record = str(tmp_path / "a" / "race.json")
+    assert main([*command, str(tmp_path / "a"), "--against", record]) == 2, (
+        "its runs are kept: no slower, ever"
+    )
+    assert "give another --out" in capsys.readouterr().err
     assert main([*command, str(tmp_path / "b"), "--against", record, "--json"]) == 1
     found, told = capsys.readouterr()
     (slower,) = json.loads(found)["slower"]

@@ -122,6 +122,12 @@ def _filled(kind: type, text: str) -> Any:
     return kind(text)
 
 
+def _text(text: str) -> str:
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python holds a byte that is not UTF-8
+        raise argparse.ArgumentTypeError("the value must be UTF-8 text")
+    return text
+
+
 def declare(command: argparse.ArgumentParser, text: str) -> None:
     """Add every argument that the text lists."""
     for line in text.splitlines():
@@ -149,7 +155,7 @@ def _add(command: argparse.ArgumentParser, form: str, about: str) -> None:
         facts |= {"nargs": "+"} if many else {"nargs": "?"} if name.startswith("[") else {}
         name = value.lower()
     kind = TYPES.get(value, str)
-    facts["type"] = kind if kind in (int, float) or value == "TEXT" else partial(_filled, kind)
+    facts["type"] = kind if kind in (int, float) else _text if value == "TEXT" else partial(_filled, kind)
     facts |= {"action": _Number} if kind in (int, float) and value != "SHARE" else {}
     if default := re.search(r"\(default ([^\s,:;)]+)", about):
         facts["default"] = kind(default[1])

@@ -9,6 +9,7 @@ echo "ROMEO:" | redline chat runs/nano --max-new-tokens 100
 """
 
 import argparse
+import io
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -98,6 +99,10 @@ def run(options: argparse.Namespace) -> None:
 
 def _messages(talk: Conversation) -> Iterator[str]:
     """The lines that are for the model."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(
+            errors="replace"
+        )  # no tokenizer takes what Python makes of other bytes than UTF-8
     if terminal := sys.stdin.isatty():
         import readline  # noqa: F401 - gives input() its editing and its history
     while True:

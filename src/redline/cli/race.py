@@ -44,7 +44,9 @@ def run(options: argparse.Namespace) -> int:
     sets += [f"train.max_hours={options.seconds / 3600!r}"] if options.seconds else []
     arms = [_arm(text, sets) for text in options.recipe]
     race.check(arms)
-    facts = read_facts()
+    facts, result_here = read_facts(), (options.out / race.RESULT).resolve()
+    if options.against and options.against.resolve() == result_here:
+        raise ConfigError(f"{options.against} is what this race writes: give another --out")
     before = race.recorded(options.against, arms, facts, options.seeds) if options.against else None
     ceilings_of(facts)  # or the first run would measure them, and its start-up would count it
     tokenise(arms[0].recipe)
