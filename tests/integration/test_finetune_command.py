@@ -108,9 +108,11 @@ def test_a_run_is_extended_and_forked(model, examples, tmp_path, capsys):
     ]
     assert main([*command, "--run", str(run), "--set", "train.lr=1e-3"]) == 2
     assert "--fork" in capsys.readouterr().err
-    other = ["--run", str(fork), "--fork", str(run), "--set", "train.epochs=4", "--set", "train.lr=1e-3"]
-    assert main([*command, *other]) == 0
-    lines, (forked,) = (
+    other = ["--run", str(fork), "--fork", str(run), "--set", "train.lr=1e-3", "--set"]
+    assert main([*command, *other, "train.epochs=3"]) == 2, "its checkpoint is at the end of three"
+    assert "more train.steps or train.epochs" in capsys.readouterr().err
+    assert main([*command, *other, "train.epochs=4"]) == 0
+    lines, (*_, forked) = (
         read_lines(fork / "metrics.jsonl"),
         [e for e in read_lines(fork / "events.jsonl") if e["event"] == "forked"],
     )
