@@ -100,9 +100,8 @@ def run(options: argparse.Namespace) -> None:
 def _messages(talk: Conversation) -> Iterator[str]:
     """The lines that are for the model."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(
-            errors="replace"
-        )  # no tokenizer takes what Python makes of other bytes than UTF-8
+        # no tokenizer takes what Python makes of other bytes than UTF-8
+        sys.stdin.reconfigure(errors="replace")
     if terminal := sys.stdin.isatty():
         import readline  # noqa: F401 - gives input() its editing and its history
     while True:

@@ -45,6 +45,7 @@ from redline.record.units import (
     visible,
 )
 from redline.record.words import told_validation
+from redline.report.grid import Output
 from redline.train.open_run import changes
 from redline.train.places import resolve
 
@@ -227,7 +228,7 @@ def print_outcome(why: str, step: int, folder: Path) -> None:
     print(f"\n{why} at step {step:,}{f' of {planned:,}' if planned else ''}{spent}")
     for line in (_loss(run), _speed(run)):
         if line:
-            print(line)
+            Output(markup=False).print(line)
     name = visible(shlex.quote(str(folder)))
     if why.startswith("stopped by"):
         print("To resume, run the same command again.")
