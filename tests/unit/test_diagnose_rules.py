@@ -343,6 +343,7 @@ def test_a_batch_of_very_few_tokens() -> None:
     finding = found(log_of([32.0] * 20, "verl", facts, values={"tokens": 1811.0}))["tiny-batch"]
     assert "1,811 tokens an update" in finding.title
     assert "data.train_batch_size" in finding.fix
+    assert "tiny-batch" not in found(log_of([32.0], "verl", facts, values={"tokens": 1811.0}))
 
 
 def test_bf16_on_a_gpu_that_has_none() -> None:

@@ -120,7 +120,7 @@ def tiny_batch(observed: Observed) -> list[Finding]:
     if not tokens and not step_s and facts.micro_batch == 1 and facts.batch_size in (None, 1):
         return found("tiny-batch", locals(), "row", strength=0.5)
     each = (tokens or 0.0) / max(1.0, (facts.gpus or 1) / (facts.model_parallel or 1))
-    if not tokens or not step_s or each >= TINY:
+    if not tokens or not step_s or each >= TINY or not observed.enough:
         return []
     on = f"on each of {facts.gpus:.0f} GPUs" if (facts.gpus or 1) > 1 else "an update"
     batch, speed = facts.batch_size, tokens / step_s
