@@ -108,9 +108,11 @@ def test_a_run_is_extended_and_forked(model, examples, tmp_path, capsys):
     ]
     assert main([*command, "--run", str(run), "--set", "train.lr=1e-3"]) == 2
     assert "--fork" in capsys.readouterr().err
-    other = ["--run", str(fork), "--fork", str(run), "--set", "train.epochs=4", "--set", "train.lr=1e-3"]
-    assert main([*command, *other]) == 0
-    lines, (forked,) = (
+    other = ["--run", str(fork), "--fork", str(run), "--set", "train.lr=1e-3", "--set"]
+    assert main([*command, *other, "train.epochs=3"]) == 2, "its checkpoint is at the end of three"
+    assert "more train.steps or train.epochs" in capsys.readouterr().err
+    assert main([*command, *other, "train.epochs=4"]) == 0
+    lines, (*_, forked) = (
         read_lines(fork / "metrics.jsonl"),
         [e for e in read_lines(fork / "events.jsonl") if e["event"] == "forked"],
     )
@@ -162,6 +164,9 @@ def test_a_file_that_is_something_else_is_one_line(tmp_path, model, capsys):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "no example"}\n' * 5)
     with pytest.raises(DataError, match=r"5 of 5 rows are not examples; the first: .*row 1"):
+        read_chats(bad)
+    bad.write_text("")
+    with pytest.raises(DataError, match=r"bad\.jsonl: no rows\."):
         read_chats(bad)
     one_of_many = "".join(json.dumps(row) + "\n" for row in rows(200)) + "{broken\n"
     bad.write_text(one_of_many)

@@ -100,11 +100,13 @@ def test_lines_from_a_pipe_are_answered(tokenizer, capsys, monkeypatch, tmp_path
         tmp_path / "model", config, weights, tokenizer.text, torch.float32, chat_template=CHAT_TEMPLATE
     )
 
-    def said(lines: str) -> str:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    def said(lines: str | bytes) -> str:
+        piped = io.BytesIO(lines if isinstance(lines, bytes) else lines.encode())
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(piped, "utf-8", "surrogateescape"))
         assert main(["chat", str(tmp_path / "model"), "--max-new-tokens", "6", "--temperature", "0"]) == 0
         return capsys.readouterr().out
 
     first = said("Hi\n")
     assert said("Hi\n\n/reset\nHi\n/quit\nHi\n") == 2 * first
     assert said("") == ""
+    assert said(b"\xff\n") == said("\ufffd\n"), "a byte that is not UTF-8"

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_folders import lines, write_run
 
-from redline.cli.arguments import declare
+from redline.cli.arguments import declare, folded
 from redline.cli.main import COMMANDS, main, module_of, parser
 from redline.cli.options import run_of
+from redline.cli.train import print_outcome
 from redline.config.load import load_recipe, shipped, to_toml
 from redline.config.recipe import ModelConfig
 from redline.errors import ConfigError, RedlineError, nearest
@@ -203,6 +205,17 @@ def test_every_help_says_it_all_in_80_columns_and_breaks_no_word(command, capsys
         assert words(f"{about} {told}") <= words(shown)
 
 
+def test_an_example_that_is_folded_keeps_options_with_their_values():
+    shown = folded(
+        "\nredline train gpt2-124m --run runs/wiki --nproc 2 --quiet --set data.source=data/wiki  about it"
+    )
+    assert shown.splitlines() == [
+        "redline train gpt2-124m --run runs/wiki --nproc 2 --quiet \\",
+        "        --set data.source=data/wiki",
+        "    about it",
+    ]
+
+
 def words(text: str) -> set[str]:
     return {word.rstrip(".;").lower() for word in text.split()}
 
@@ -299,13 +312,28 @@ def test_generate_and_evaluate_a_model_folder(made, capsys):
     assert found["valid_loss"] == pytest.approx(5.77, abs=0.3), "a model that knows nothing: log 320"
 
 
+def test_the_outcome_breaks_no_word_in_80_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    losses = {"valid_loss": 5.2, "valid_perplexity": 181.28, "valid_word_perplexity": 148_606.6}
+    folder = write_run(
+        tmp_path / "run", metrics=[*lines(3), {**lines(4)[-1], **losses, "valid_bits_per_byte": 3.1}]
+    )
+    print_outcome("finished", 4, folder)
+    told = capsys.readouterr().out.splitlines()
+    (first,) = (place for place, line in enumerate(told) if line.startswith("validation loss"))
+    assert told[first].rstrip().endswith("148,606.6 per")
+    assert told[first + 1] == "word, 3.1000 bits/byte"
+
+
 # ---- mistakes: recipes and options ----
 
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["plan", "gpt2-125m"], ["no recipe 'gpt2-125m'", "did you mean 'gpt2-124m'?"]),
+        (["plan", "gpt2-125m"], ["no recipe 'gpt2-125m' (did you mean 'gpt2-124m'?)"]),
+        (["finetune", "demo", "x", "--full", "--set", "lora.rank=4"], ["--full trains all weights"]),
+        (["generate", "demo", "--prompt", "\udcff"], ["--prompt: the value must be UTF-8 text"]),
         (["recipes", "nanoo"], ["did you mean 'nano'?"]),
         (["train", "nan0"], ["did you mean 'nano'?"]),
         (["plan", "nano", "--set", "train.step=3"], ["unknown key 'step'", "did you mean 'steps'?"]),

@@ -343,12 +343,21 @@ def test_a_batch_of_very_few_tokens() -> None:
     finding = found(log_of([32.0] * 20, "verl", facts, values={"tokens": 1811.0}))["tiny-batch"]
     assert "1,811 tokens an update" in finding.title
     assert "data.train_batch_size" in finding.fix
+    assert "tiny-batch" not in found(log_of([32.0], "verl", facts, values={"tokens": 1811.0}))
 
 
 def test_bf16_on_a_gpu_that_has_none() -> None:
+    """No option of the trainer is named: most of them are those that turn bf16 on."""
     finding = first(log_of([18.0] * 20, "megatron", Facts(gpu="v100-32g", precision="bf16", gpus=16)))
     assert finding.cause == "slow-precision"
     assert "fp16" in finding.fix
+    assert "--bf16" not in finding.fix
+
+
+def test_a_fact_that_the_log_does_not_hold_is_no_evidence() -> None:
+    facts = Facts(memory_bytes=32e9, accumulation=8)
+    finding = found(log_of([2.0] * 20, "fairseq", facts, values={"memory_bytes": 8e9}))["small-passes"]
+    assert shown(finding).keys() == {"memory", "accumulation"}
 
 
 def test_a_low_speed_is_told_where_nothing_else_is_known() -> None:

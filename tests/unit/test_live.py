@@ -277,6 +277,7 @@ class TestWords:
         ("kind", "facts", "words"),
         [
             ("validation", {"step": 500, "valid_loss": 3.412345, "best": True}, "validation loss 3.412 at update 500, the best so far"),
+            ("validation", {"step": 5, "valid_accuracy": 0.991}, "held-out accuracy 99.1 % at update 5"),
             ("validation", {"step": 500, "stalled_s": 0.21}, "validation at update 500 took 210 ms"),
             ("end", {"step": 40, "why": "finished", "elapsed_s": 27.75}, "finished at update 40 after 28 s"),
             ("failed", {"error": "the disk is full", "exit_code": 5}, "failed: the disk is full"),

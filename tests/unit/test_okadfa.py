@@ -10,6 +10,8 @@ import pytest
 import torch
 from test_feedback import LLAMA, Told, learned, random_feedback, true_signals
 
+from redline.cli import okadfa as command
+from redline.cli.main import main
 from redline.config.dfa import DfaConfig
 from redline.config.load import load_recipe
 from redline.config.recipe import ModelConfig
@@ -144,6 +146,7 @@ def test_the_study_makes_every_run_once(tmp_path: Path, monkeypatch: pytest.Monk
     kept = {path.parent.name for path in tmp_path.glob("A*/*/checkpoints")}
     assert kept == {f"lr-{row.lr:g}-seed-{seed}" for row in rows for seed in (0, 1)}, "only at the best rate"
     assert [row.name for row in rows] == ["A0", "A6"]
+    assert "A6, lr 0.1: diverged" in made
     for row in rows:
         assert row.searched["0.1"] is None, "it diverged"
         assert row.searched[f"{row.lr:g}"] == min(loss for loss in row.searched.values() if loss is not None)
@@ -174,6 +177,21 @@ def test_the_study_makes_every_run_once(tmp_path: Path, monkeypatch: pytest.Monk
         study(
             recipe, hardware.title, tmp_path, train=train, progress=made.append, **{**given, "arms": ("A9",)}
         )
+
+
+def test_the_table_of_one_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no spread, and a number below its row stands with its name."""
+    curve = [(256, 6.25), (512, 6.0)]
+    row = okadfa.Row("A0", "softmax", 1e-3, {"0.001": 6.0}, [6.0], curve, tokens=512, seconds=2.0)
+    monkeypatch.setattr(command, "study", lambda *_, **__: [row])
+    monkeypatch.setattr(command, "tokenise", lambda _: None)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["okadfa", "ablate", "okadfa/nano", "--seeds", "1", "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "perplexity 403.4; at 1/4 6.250;" in " ".join(told.split())
+    assert "; nan" not in told
 
 
 def test_the_arms_differ_in_what_they_say() -> None:

@@ -94,10 +94,11 @@ def _examples(part: str) -> str:
     if max(map(len, part.splitlines())) <= WIDTH:
         return part
     shown = list[str]()
-    whole = re.sub(r"\n +", " ", part)  # an indented line goes on with what the one before does
-    for line in whole.splitlines():
+    joined = re.sub(r"\n +", " ", part)  # an indented line goes on with what the one before does
+    for line in joined.splitlines():
         command, _, about = line.partition("  ")
-        shown.append(" \\\n        ".join(wrap(command, WIDTH - 10)))
+        whole = re.sub(r"( --\S+) (?!-)", "\\1\0", command)  # an option stays with its value
+        shown.append(" \\\n".join(wrap(whole, WIDTH - 2, subsequent_indent=" " * 8)).replace("\0", " "))
         shown += wrap(about.strip(), WIDTH, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(shown)
 
@@ -119,6 +120,12 @@ def _filled(kind: type, text: str) -> Any:
     if not text:
         raise argparse.ArgumentTypeError("the value must not be empty")
     return kind(text)
+
+
+def _text(text: str) -> str:
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python holds a byte that is not UTF-8
+        raise argparse.ArgumentTypeError("the value must be UTF-8 text")
+    return text
 
 
 def declare(command: argparse.ArgumentParser, text: str) -> None:
@@ -148,7 +155,7 @@ def _add(command: argparse.ArgumentParser, form: str, about: str) -> None:
         facts |= {"nargs": "+"} if many else {"nargs": "?"} if name.startswith("[") else {}
         name = value.lower()
     kind = TYPES.get(value, str)
-    facts["type"] = kind if kind in (int, float) or value == "TEXT" else partial(_filled, kind)
+    facts["type"] = kind if kind in (int, float) else _text if value == "TEXT" else partial(_filled, kind)
     facts |= {"action": _Number} if kind in (int, float) and value != "SHARE" else {}
     if default := re.search(r"\(default ([^\s,:;)]+)", about):
         facts["default"] = kind(default[1])

@@ -9,6 +9,7 @@ echo "ROMEO:" | redline chat runs/nano --max-new-tokens 100
 """
 
 import argparse
+import io
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -98,6 +99,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _messages(talk: Conversation) -> Iterator[str]:
     """The lines that are for the model."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # no tokenizer takes what Python makes of other bytes than UTF-8
+        sys.stdin.reconfigure(errors="replace")
     if terminal := sys.stdin.isatty():
         import readline  # noqa: F401 - gives input() its editing and its history
     while True:

@@ -19,6 +19,7 @@ from redline.cli.options import recipe_of, status
 from redline.cli.train import check_options, train
 from redline.data.examples import find_examples
 from redline.data.hub import is_hub_name
+from redline.errors import ConfigError
 from redline.record.files import read_text
 from redline.train.places import find, step_folders
 
@@ -35,6 +36,8 @@ EXAMPLES                   a file or folder of examples, or a data set on the Hu
 
 def run(options: argparse.Namespace) -> int:
     check_options(options)
+    if options.full and any(text.strip().startswith("lora.") for text in options.set):
+        raise ConfigError("--full trains all weights and has no adapter: leave it out, or --set lora.*")
     if not is_hub_name(options.examples):
         find_examples(Path(options.examples).expanduser())
     named = [f"model.init_from={json.dumps(options.model)}", f"data.source={json.dumps(options.examples)}"]

@@ -44,7 +44,9 @@ def run(options: argparse.Namespace) -> int:
     sets += [f"train.max_hours={options.seconds / 3600!r}"] if options.seconds else []
     arms = [_arm(text, sets) for text in options.recipe]
     race.check(arms)
-    facts = read_facts()
+    facts, result_here = read_facts(), (options.out / race.RESULT).resolve()
+    if options.against and options.against.resolve() == result_here:
+        raise ConfigError(f"{options.against} is what this race writes: give another --out")
     before = race.recorded(options.against, arms, facts, options.seeds) if options.against else None
     ceilings_of(facts)  # or the first run would measure them, and its start-up would count it
     tokenise(arms[0].recipe)
@@ -83,7 +85,8 @@ def _print(result: race.Result, folder: Path) -> None:
     kept = [place for place in range(len(race.COLUMNS)) if measured or place != joules]
     shown = [tuple(row[place] for place in kept) for row in table]
     print(f"Time to loss over {result.seeds} seed(s), on the same data")
-    Output().print(Grid([race.COLUMNS[place] for place in kept], shown, right=(0,), named_below=True))
+    out = Output(markup=False)
+    out.print(Grid([race.COLUMNS[place] for place in kept], shown, right=(0,), named_below=True))
     for name, lane in zip(names, result.lanes, strict=True):
         losses = ", ".join(f"{loss:.4f}" for loss in lane.lowest)
         start = ", ".join(f"{start_up_s:.1f}" for start_up_s in lane.start_up_s)
@@ -93,7 +96,7 @@ def _print(result: race.Result, folder: Path) -> None:
             print(f"  a run failed: {why}")
     early = any(cell.startswith(race.AT_MOST) for row in table for cell in row)
     unknown = " ≤: already there at the first validation, so the time is not known." if early else ""
-    print(
+    out.print(
         "Median of the seeds [lowest, highest]; seconds from the command on, validations included; net: without start-up;"
         f" speed-up against the first recipe, 90 % interval.{unknown}{'' if measured else ' No joules: no GPU counts them here.'}"
     )

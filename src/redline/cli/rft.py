@@ -146,11 +146,11 @@ _APART = {"in_train": "in the training data too", "unseen": "not in training dat
 
 def describe(recipe: Recipe, folder: Path) -> str:
     """One line: what is run where."""
-    sampler = recipe.sample.server or recipe.sample.sampler or "itself"
+    sampler = recipe.sample.server or recipe.sample.sampler or "the model itself"
     assert recipe.task is not None
     return (
         f"{recipe.name}: {recipe.model.init_from} on task {recipe.task.name}, {recipe.sample.samples_per_question}"
-        f" samples a question at {recipe.sample.temperature} by {sampler}, run folder {folder}"
+        f" samples a question at temperature {recipe.sample.temperature} from {sampler}, run folder {folder}"
     )
 
 

@@ -45,6 +45,7 @@ from redline.record.units import (
     visible,
 )
 from redline.record.words import told_validation
+from redline.report.grid import Output
 from redline.train.open_run import changes
 from redline.train.places import resolve
 
@@ -175,7 +176,7 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
 def describe(recipe: Recipe, plan: Plan, folder: Path) -> str:
     """A few lines: what is trained, and how."""
     p, t = plan.prediction, recipe.train
-    count = f"{t.steps:,} steps" if t.steps else f"{t.epochs} epochs in steps"
+    count = f"{t.steps:,} steps" if t.steps else f"{t.epochs} epoch(s) in steps"
     each = {
         "pretrain": f"{recipe.tokens_per_step:,} tokens",
         "rl": f"{t.batch_size} questions with {recipe.rl.group_size if recipe.rl else 0} answers each",
@@ -227,7 +228,7 @@ def print_outcome(why: str, step: int, folder: Path) -> None:
     print(f"\n{why} at step {step:,}{f' of {planned:,}' if planned else ''}{spent}")
     for line in (_loss(run), _speed(run)):
         if line:
-            print(line)
+            Output(markup=False).print(line)
     name = visible(shlex.quote(str(folder)))
     if why.startswith("stopped by"):
         print("To resume, run the same command again.")

@@ -28,7 +28,7 @@ T = TypeVar("T")
 def shipped() -> dict[str, Path]:
     """Names of the recipes that come with the package, in alphabetical order."""
     root = Path(str(resources.files("redline"))) / "recipes"
-    return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.toml"))}
+    return dict(sorted((str(path.relative_to(root).with_suffix("")), path) for path in root.rglob("*.toml")))
 
 
 def load_recipe(
@@ -107,7 +107,7 @@ def _find(name: str) -> Path:
     path = recipes.get(name, Path(name))
     if not path.is_file():
         known = ", ".join(recipes)
-        raise ConfigError(f"no recipe {name!r}: give a path or one of {known}{nearest(name, recipes)}")
+        raise ConfigError(f"no recipe {name!r}{nearest(name, recipes)}: give a path or one of {known}")
     return path
 
 

@@ -207,7 +207,7 @@ def _same_inputs(out: Path, there: Inputs, asked: Inputs) -> None:
     if there != asked:
         before, now = asdict(there), asdict(asked)
         changed = ", ".join(name for name in now if now[name] != before[name])
-        raise DataError(f"{out} was built from other inputs ({changed} differ): remove it, or choose another")
+        raise DataError(f"{out} was built from other inputs ({changed}): remove it, or choose another")
 
 
 def _claim(out: Path, inputs: Inputs, given: Tokenizer | None) -> Tokenizer:

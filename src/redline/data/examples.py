@@ -65,7 +65,8 @@ def read_chats(path: Path) -> Chats:
             except ValueError as error:
                 left_out, fault = left_out + 1, fault or f"{file}, row {number}: {error}"
     if not rows or left_out > max(1, LEFT_OUT_SHARE * (len(rows) + left_out)):
-        wrong = f"{left_out} of {left_out + len(rows)} rows are not examples; the first: {fault or 'no rows'}"
+        rows_read = left_out + len(rows)
+        wrong = f"{left_out} of {rows_read} rows are not examples; the first: {fault}" if fault else "no rows"
         raise DataError(f"{path}: {wrong}. docs/finetune.md shows the forms")
     return Chats(rows, left_out)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from redline.record.files import shipped
-from redline.record.units import fact, named
+from redline.record.units import fact, format_share, named
 
 WORDS: dict[str, list[str]] = shipped("record/events.toml")
 _VALIDATION = {
@@ -33,8 +33,8 @@ def told_validation(line: dict[str, Any]) -> list[str]:
 def told(kind: str, facts: dict[str, Any]) -> str:
     """One event as a sentence."""
     kind = "worker_joined" if kind == "worker" and facts.get("state") == "joined" else kind
-    if kind == "engine" and "occupancy" in facts:
-        facts = facts | {"occupancy_share": facts["occupancy"]}
+    shares = [name for name in ("occupancy", "valid_accuracy") if isinstance(facts.get(name), int | float)]
+    facts = facts | {name: format_share(facts[name]) for name in shares}
     if isinstance(changed := facts.get("changed"), dict) and changed:
         pairs = {
             name: " to ".join(map(str, pair)) if isinstance(pair, list) else pair

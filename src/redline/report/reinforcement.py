@@ -23,14 +23,14 @@ from redline.record.units import DASH, factor, format_bytes, format_duration, fo
 from redline.report.compare import Comparable
 
 FIGURES = {
-    "response_tokens": ("tokens of an answer", "{:.0f}"),
-    "cut_share": ("answers cut off", "{:.1%}"),
-    "entropy": ("entropy, nats/token", "{:.3f}"),
-    "kl": ("KL from the start, nats/token", "{:.4f}"),
-    "clip_share": ("tokens clipped", "{:.1%}"),
-    "logprob_gap": ("engine against trainer, nats/token", "{:.2g}"),
-    "versions_behind": ("versions behind", "{:.2g}"),
-    "beside_s": ("drawn beside the update, s/step", "{:.2f}"),
+    "response_tokens": ("tokens of an answer", "{:.0f}".format),
+    "cut_share": ("answers cut off", format_share),
+    "entropy": ("entropy, nats/token", "{:.3f}".format),
+    "kl": ("KL from the start, nats/token", "{:.4f}".format),
+    "clip_share": ("tokens clipped", format_share),
+    "logprob_gap": ("engine against trainer, nats/token", "{:.2g}".format),
+    "versions_behind": ("versions behind", "{:.2g}".format),
+    "beside_s": ("drawn beside the update, s/step", "{:.2f}".format),
 }
 """Shown beside the rewards, in this order."""
 READ = 64
@@ -45,7 +45,7 @@ class Share(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.1%} ({self.low:.1%} to {self.high:.1%})"
+        return f"{format_share(self.value)} ({format_share(self.low)} to {format_share(self.high)})"
 
 
 class DomainFigures:
@@ -93,8 +93,8 @@ class Reinforcement:
         for name, (label, form) in FIGURES.items():
             if now := values(recent, name):
                 began = values(first, name)
-                before = form.format(fmean(began)) if began else DASH
-                self.figures.append((label, form.format(fmean(now)), before))
+                before = form(fmean(began)) if began else DASH
+                self.figures.append((label, form(fmean(now)), before))
 
     @property
     def heat(self) -> list[tuple[str, list[tuple[str, str, str]]]]:

@@ -156,9 +156,9 @@ def _domain_tiles(rl: Reinforcement | None) -> list[Tile]:
     tiles = []
     for domain in rl.domains if rl else ():
         if (found := domain.accuracy) is not None:
-            began = f"; at first {domain.before.value:.1%}" if domain.before else ""
+            began = f"; at first {format_share(domain.before.value)}" if domain.before else ""
             note = f"95 %: {100 * found.low:.1f} to {100 * found.high:.1f} %, held out{began}"
-            tiles.append(Tile(f"accuracy, {domain.name}", f"{found.value:.1%}", note))
+            tiles.append(Tile(f"accuracy, {domain.name}", format_share(found.value), note))
         elif domain.reward is not None:
             tiles.append(Tile(f"reward, {domain.name}", f"{domain.reward:.3f}", "mean of recent answers"))
     return tiles

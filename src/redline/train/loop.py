@@ -381,6 +381,7 @@ class Trainer:
         if step is None or self.checkpoints is None:
             if self.opened.fork is not None:
                 self._take(load(self.opened.fork, self.tensors))
+                self.opened.check_fork(self.progress.step, self.train.steps)
             elif self.job.initial_weights is not None:
                 self.job.initial_weights(self.learner.model)
             return

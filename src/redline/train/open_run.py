@@ -43,6 +43,14 @@ class OpenRun:
     fork: Path | None = None
     """A checkpoint of another run, from which this one goes on with other values."""
 
+    def check_fork(self, step: int, steps: int) -> None:
+        """A fork counts on from its checkpoint: refuse one that would train nothing."""
+        if step >= steps:
+            raise ConfigError(
+                f"{self.fork} is at step {step:,}, and this run ends at step {steps:,}: give it more train.steps"
+                " or train.epochs"
+            )
+
     def event(self, kind: str, **facts: Any) -> None:
         if self.folder is not None:
             self.folder.event(kind, **facts)

@@ -22,6 +22,7 @@ from redline.config.recipe import Recipe
 from redline.errors import ConfigError, Say, TrainingError
 from redline.record.files import write_atomic
 from redline.record.read import Run
+from redline.record.units import DASH
 from redline.tune import race
 from redline.tune.quality import final
 from redline.tune.race import Train, trained
@@ -84,9 +85,9 @@ class Row:
         return statistics.fmean(self.losses)
 
     @property
-    def spread(self) -> float:
-        """Standard deviation over the seeds."""
-        return statistics.stdev(self.losses) if len(self.losses) > 1 else math.nan
+    def spread(self) -> str:
+        """Standard deviation over the seeds, if there are several."""
+        return f"{statistics.stdev(self.losses):.3f}" if len(self.losses) > 1 else DASH
 
 
 def study(
@@ -137,7 +138,8 @@ def _row(
         progress(f"{arm.name}, lr {lr:g}: training")
         ended = run(lr, first)
         searched[lr] = final(ended) if ended else None
-        progress(f"{arm.name}, lr {lr:g}: validation loss {searched[lr]}")
+        outcome = f"validation loss {searched[lr]:.4f}" if ended else "diverged"
+        progress(f"{arm.name}, lr {lr:g}: {outcome}")
     reached = {lr: loss for lr, loss in searched.items() if loss is not None}
     if not reached:
         raise TrainingError(f"{arm.name} lost its loss at every learning rate ({lrs}): give lower ones")
@@ -166,7 +168,7 @@ def _row(
 
 
 def brief(row: Row) -> str:
-    return f"{row.name}: {row.mean:.3f} ± {row.spread:.3f} at lr {row.lr:g}, {row.seconds:.0f} s"
+    return f"{row.name}: {row.mean:.3f} (± {row.spread}) at lr {row.lr:g}, {row.seconds:.0f} s"
 
 
 COLUMNS = ("arm", "what", "lr", "loss", "± seeds", "perplexity", "at 1/4", "at 1/2", "tokens", "seconds")
@@ -175,6 +177,6 @@ COLUMNS = ("arm", "what", "lr", "loss", "± seeds", "perplexity", "at 1/4", "at 
 def cells(row: Row) -> tuple[str, ...]:
     quarter, half = (row.curve[max(0, round(len(row.curve) * part) - 1)][1] for part in (0.25, 0.5))
     return (
-        row.name, row.title, f"{row.lr:g}", f"{row.mean:.3f}", f"{row.spread:.3f}", f"{math.exp(row.mean):,.1f}",
+        row.name, row.title, f"{row.lr:g}", f"{row.mean:.3f}", row.spread, f"{math.exp(row.mean):,.1f}",
         f"{quarter:.3f}", f"{half:.3f}", f"{row.tokens:,}", f"{row.seconds:,.0f}",
     )  # fmt: skip

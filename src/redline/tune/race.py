@@ -329,7 +329,7 @@ def recorded(path: Path, arms: Sequence[Arm], facts: MachineFacts, seeds: int) -
     """A recorded race; refuses one that these arms cannot be compared with, before they train for hours."""
     found = read_json(path, dict, error=ConfigError)
     try:
-        before = build(Result, found, where="it")
+        before = build(Result, found, where="the file")
     except ConfigError as error:
         raise ConfigError(
             f"{path} is not the race.json of a race ({error}): give one with --against"

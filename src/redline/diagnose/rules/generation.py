@@ -67,7 +67,7 @@ def nested(observed: Observed) -> list[Finding]:
     phase = _phase(observed)
     if phase is None or phase.inside_s is None or phase.inside_s > 0.5 * phase.gen_s:
         return []
-    rest_s, batch = phase.gen_s - phase.inside_s, observed.facts.batch_size or "not in the log"
+    rest_s, batch = phase.gen_s - phase.inside_s, observed.facts.batch_size
     rest = rest_s / phase.gen_s
     saves = 0.5 * phase.share * rest, phase.share * rest
     return found("nested-phases", locals())

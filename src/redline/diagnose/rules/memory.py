@@ -105,7 +105,7 @@ def small_passes(observed: Observed) -> list[Finding]:
     title = f"{share:.0%} of the memory is used{at}: {passes}" if share is not None else passes.capitalize()
     have_bytes = facts.memory_bytes or 0.0
     used_bytes = share * have_bytes if share is not None else None
-    micro, accumulation = facts.micro_batch or "not in the log", facts.accumulation if merged else None
+    micro, accumulation = facts.micro_batch, facts.accumulation if merged else None
     to, gain = f" (to {2 * facts.micro_batch:.0f})" if facts.micro_batch else "", (1.0, high)
     one_pass = 0 < (facts.batch_size or 0.0) <= (facts.micro_batch or 0.0) * (facts.gpus or 0.0)
     strength = 0.45 if share is None else 0.75 if merged else 0.55
@@ -120,10 +120,10 @@ def tiny_batch(observed: Observed) -> list[Finding]:
     if not tokens and not step_s and facts.micro_batch == 1 and facts.batch_size in (None, 1):
         return found("tiny-batch", locals(), "row", strength=0.5)
     each = (tokens or 0.0) / max(1.0, (facts.gpus or 1) / (facts.model_parallel or 1))
-    if not tokens or not step_s or each >= TINY:
+    if not tokens or not step_s or each >= TINY or not observed.enough:
         return []
     on = f"on each of {facts.gpus:.0f} GPUs" if (facts.gpus or 1) > 1 else "an update"
-    batch, speed = facts.batch_size or "not in the log", tokens / step_s
+    batch, speed = facts.batch_size, tokens / step_s
     gain = 1.0, min(4.0, max(1.3, TINY / each))
     return found("tiny-batch", locals(), strength=0.7)
 
