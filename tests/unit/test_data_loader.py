@@ -246,19 +246,6 @@ def test_a_corpus_too_short_is_refused(tmp_path: Path, corpus: tuple[DataConfig,
         Loader(counting(99), batch_size=3, seq_len=8, seed=0, world_size=2)
 
 
-def test_a_ramp_reads_the_same_sequences_in_smaller_batches_first() -> None:
-    options = {"batch_size": 8, "seq_len": 2, "seed": 3}
-    whole = take(counting(401), 3, **options)
-    sizes = [2, 2, 4]
-    ramped = take(counting(401), 5, **options, ramp=sizes)
-    assert [len(rows) for rows, _ in ramped] == [2, 2, 4, 8, 8]
-    assert [row for rows, _ in ramped for row in rows] == [row for rows, _ in whole for row in rows]
-    assert take(counting(401), 3, **options, ramp=sizes[2:], position=ramped[1][1]) == ramped[2:]
-    halves = [take(counting(401), 5, **options, ramp=sizes, rank=rank, world_size=2) for rank in range(2)]
-    for (rows, _), (first, _), (second, _) in zip(ramped, *halves, strict=True):
-        assert first + second == rows
-
-
 def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches() -> None:
     dataset = TokenDataset("test", [np.array([1] * 40 + [77])], vocab_size=50, bytes_of_text=1)
     loader = Loader(dataset, batch_size=1, seq_len=4, seed=3, prefetch=4)
