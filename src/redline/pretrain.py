@@ -10,8 +10,9 @@ follow it.
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-from redline.config.recipe import ModelConfig, Recipe, fingerprint_of
+from redline.config.recipe import PIECES, ModelConfig, Recipe, fingerprint_of
 from redline.data.build import Progress, prepare, tokenizer_for
 from redline.data.loader import Loader
 from redline.data.remote import is_mirror
@@ -22,6 +23,7 @@ from redline.errors import ConfigError
 from redline.evaluate import held_out_loss
 from redline.model.transformer import Transformer
 from redline.model.weights import load_weights
+from redline.plan.arithmetic import attention_flops
 from redline.plan.plan import Plan
 from redline.record import startup
 from redline.record.run import RunFolder
@@ -92,7 +94,16 @@ def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened:
             prefetch=plan.prefetch,
             pin_memory=process.device.type == "cuda",
             candidates=some,
+            cut=max(0, train.length_ramp_steps - done),
         )
+
+    def derived(line: dict[str, Any]) -> dict[str, Any]:
+        """Pieces of sequences take fewer FLOPs a token."""
+        if line["step"] > train.length_ramp_steps:
+            return {}
+        piece, whole = (attention_flops(recipe.model, length) for length in (seq_len // PIECES, seq_len))
+        less = 1 - (whole - piece) / plan.prediction.flops_per_token
+        return {name: line[name] * less for name in ("mfu", "ceiling_share") if line.get(name) is not None}
 
     return Job(
         recipe=recipe,
@@ -104,6 +115,7 @@ def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened:
         data_fingerprint=corpus.fingerprint,
         opened=opened,
         validate=_validation(recipe, corpus, process),
+        derived=derived,
         initial_weights=_initial_weights(recipe.model),
     )
 

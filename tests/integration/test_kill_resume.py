@@ -30,7 +30,7 @@ VARIANTS = {
     ),
     "dfa": ("train.rule=dfa", "dfa.feedback=generated", "dfa.top_blocks=1", "train.steps=20"),
     "accumulated": (
-        "plan.micro_batch=2", "train.clip_norm=0", "train.schedule=wsd",
+        "plan.micro_batch=2", "train.clip_norm=0", "train.schedule=wsd", "train.length_ramp_steps=4",
         "train.softmax_candidates=250",
     ),
 }  # fmt: skip

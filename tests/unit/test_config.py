@@ -259,7 +259,9 @@ POSITIVE = {
     "train": "batch_size lr muon_lr eps max_hours eval_sequences keep_checkpoints target_loss",
     "plan": "micro_batch loss_chunks loader_threads prefetch",
 }
-NOT_NEGATIVE = "weight_decay clip_norm warmup_steps eval_every early_stop_evals checkpoint_every seed"
+NOT_NEGATIVE = (
+    "weight_decay clip_norm warmup_steps eval_every early_stop_evals checkpoint_every length_ramp_steps seed"
+)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +276,12 @@ def test_what_must_be_positive_refuses_zero_and_less(minimal, name, value):
 def test_what_must_not_be_negative_takes_zero_and_refuses_less(minimal, name):
     load_recipe(minimal, [f"train.{name}=0"])
     assert f"train.{name} must not be negative, got -1" in refusal(minimal, f"train.{name}=-1")
+
+
+def test_a_ramp_of_the_length_cuts_sequences_into_four(minimal):
+    ramp = "train.length_ramp_steps=3"
+    assert load_recipe(minimal, [ramp, "data.seq_len=32"]).train.length_ramp_steps == 3
+    assert "a multiple of 4, got pretrain and 30: leave it out" in refusal(minimal, ramp, "data.seq_len=30")
 
 
 @pytest.mark.parametrize("name", ["data.seq_len", "train.steps"])
@@ -417,7 +425,7 @@ OPTIONS = {
     ),
     DataConfig: "source seq_len tokenizer text_field valid_fraction stream",
     TrainConfig: (
-        "batch_size lr steps epochs max_hours rule optimizer muon_lr muon_warmup_steps muon_normalize softmax_candidates weight_decay beta1 beta2 eps schedule warmup_steps"
+        "batch_size lr length_ramp_steps steps epochs max_hours rule optimizer muon_lr muon_warmup_steps muon_normalize softmax_candidates weight_decay beta1 beta2 eps schedule warmup_steps"
         " warmup_fraction decay_fraction min_lr_ratio orthogonality"
         " orthogonality_warmup_steps orthogonality_values clip_norm seed eval_every eval_sequences early_stop_evals"
         " target_loss diagnose_every checkpoint_every keep_checkpoints"

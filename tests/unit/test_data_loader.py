@@ -231,6 +231,18 @@ def test_the_head_of_a_stream_is_the_head_of_the_split(corpus: tuple[DataConfig,
     assert (everything.tokens, everything.bytes_of_text) == (whole.tokens, whole.bytes_of_text)
 
 
+def test_sequences_are_cut_into_four_at_first_and_read_in_the_same_order() -> None:
+    options = {"batch_size": 4, "seq_len": 8, "seed": 3}
+    whole, cut = (take(counting(401), 3, **options, cut=count) for count in (0, 2))
+    for (rows, _), (pieces, _) in zip(whole[:2], cut[:2], strict=True):
+        assert pieces == [row[start : start + 3] for row in rows for start in (0, 2, 4, 6)]
+    assert cut[2] == whole[2]
+    assert [position for _, position in cut] == [position for _, position in whole]
+    assert take(counting(401), 2, **options, cut=1, position=cut[0][1]) == cut[1:], "resumed in the ramp"
+    halves = [take(counting(401), 1, **options, cut=1, rank=rank, world_size=2)[0][0] for rank in range(2)]
+    assert halves[0] + halves[1] == cut[0][0]
+
+
 def test_a_corpus_too_short_is_refused(tmp_path: Path, corpus: tuple[DataConfig, Path]) -> None:
     with pytest.raises(DataError, match="test has 8 tokens and one sequence needs 9"):
         Loader(counting(8), batch_size=1, seq_len=8, seed=0)

@@ -344,7 +344,7 @@ def test_every_change_of_the_training_makes_another_recipe_that_keeps_the_rules(
     show only then."""
     recipe = load_recipe("llama-124m-muon")
     changes = {name: entry.change for name, entry in catalogue().items() if entry.change is not None}
-    named = "muon normuon zero-init untied-head sampled-softmax"
+    named = "muon normuon length-ramp zero-init untied-head sampled-softmax"
     assert set(named.split()) <= changes.keys()
     for name, change in changes.items():
         if find(name).why_not(recipe, H200) is None:

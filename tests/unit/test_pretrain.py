@@ -58,6 +58,23 @@ def test_a_run_reads_the_candidates_of_its_recipe(recipe: Recipe, tmp_path: Path
         )
 
 
+def test_a_ramp_of_the_length_cuts_the_first_updates_and_their_mfu(recipe: Recipe, tmp_path: Path) -> None:
+    """Also of a run that is resumed within the ramp. The MFU is that of a recipe for sequences of a quarter."""
+    ramped = replace(recipe, train=replace(recipe.train, length_ramp_steps=3))
+    quarter = replace(recipe, data=replace(recipe.data, seq_len=recipe.data.seq_len // 4))
+    hardware = hardware_here(read_facts(), None)
+    plan, short = (make_plan(each, hardware).prediction.flops_per_token for each in (ramped, quarter))
+    corpus = pretrain.open_corpus(ramped, tmp_path / "run", ALONE, None)
+    job = pretrain.job_of(ramped, make_plan(ramped, hardware), corpus, ALONE, OpenRun())
+    source = job.source(None, 2)
+    lengths = [source.next().inputs_BT.shape[1] for _ in range(2)]
+    source.close()
+    assert lengths == [recipe.data.seq_len // 4, recipe.data.seq_len]
+    lines = [{"step": step, "mfu": 0.5, "ceiling_share": None} for step in (3, 4)]
+    assert job.derived(lines[0]) == {"mfu": pytest.approx(0.5 * short / plan)}
+    assert job.derived(lines[1]) == {}
+
+
 def test_shards_too_large_to_hash_are_named(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,8 @@ PromptMode = Literal["chat", "text"]
 
 IGNORED = -100
 """A target that counts for nothing; the value that torch's cross entropy takes by default."""
+PIECES = 4
+"""Into how many a sequence is cut while the length of sequences ramps up."""
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -130,6 +132,8 @@ class TrainConfig:
     """Sequences or examples in one update, over all micro-batches and processes."""
     lr: float
     """Peak learning rate (of AdamW's parameters under Muon)."""
+    length_ramp_steps: int = 0
+    """Updates at first on sequences cut into four, each read from position 0 on; 0: none."""
     steps: int = 0
     """Updates in the run; fine-tuning may give `epochs` instead."""
     epochs: int = 0

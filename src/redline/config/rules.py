@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from redline.config.recipe import Recipe
+from redline.config.recipe import PIECES, Recipe
 from redline.errors import ConfigError
 
 Rule = tuple[bool, str]
@@ -38,7 +38,7 @@ _NOT_NEGATIVE = {
     "model": ("redraw_every",),
     "data": ("seq_len",),
     "train": (
-        "steps", "epochs", "muon_warmup_steps", "softmax_candidates", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
+        "steps", "epochs", "length_ramp_steps", "muon_warmup_steps", "softmax_candidates", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
         "diagnose_every", "checkpoint_every", "seed",
     ),
     "dfa": ("top_blocks",),
@@ -114,6 +114,9 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
     target = t.target_loss is None or (t.eval_every > 0 and learns)
     needs = "it needs train.eval_every greater than 0, and workload pretrain or finetune"
     yield target, f"train.target_loss ({t.target_loss}) is a validation loss: {needs}"
+    cut = f"train.length_ramp_steps needs workload pretrain and a data.seq_len that is a multiple of {PIECES}"
+    divided = workload == "pretrain" and d.seq_len % PIECES == 0
+    yield not t.length_ramp_steps or divided, f"{cut}, got {workload} and {d.seq_len}: leave it out"
     some, sampled = f"train.softmax_candidates ({t.softmax_candidates})", bool(t.softmax_candidates)
     plain = workload == "pretrain" and t.rule == "backprop"
     needs = (

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from redline.config.recipe import IGNORED
+from redline.config.recipe import IGNORED, PIECES
 from redline.data.candidates import draw
 from redline.data.shards import Job, Position, TokenDataset
 from redline.data.stream import TokenStream
@@ -71,14 +71,16 @@ class Loader:
         prefetch: int = 2,
         pin_memory: bool = False,
         candidates: tuple[int, int] | None = None,
+        cut: int = 0,
     ) -> None:
-        """`candidates`: how many tokens the softmax is taken over, of a vocabulary of which size."""
+        """`candidates`: how many tokens the softmax is taken over, of a vocabulary of which size. `cut`: batches at first
+        whose sequences are cut into PIECES."""
         if batch_size % world_size:
             processes = f"the number of processes ({world_size})"
             raise ConfigError(f"train.batch_size ({batch_size}) must be a multiple of {processes}")
         self.waited_s = 0.0
         """Time that `next` has spent waiting."""
-        self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
+        self._batch_size, self._rank, self._world_size, self._cut = batch_size, rank, world_size, cut
         self._pin, self._seed, self._candidates = pin_memory and torch.cuda.is_available(), seed, candidates
         self._order = source.order(seq_len=seq_len, seed=seed, position=position, threads=threads)
         # A stream reads from one place, so its jobs run one after another and its threads tokenise.
@@ -113,16 +115,20 @@ class Loader:
         job = self._order.claim(
             self._batch_size, own if self._candidates is None else slice(self._batch_size)
         )
-        self._ahead.append(self._pool.submit(self._prepare, job, own))
+        pieces, self._cut = PIECES if self._cut > 0 else 1, self._cut - 1
+        self._ahead.append(self._pool.submit(self._prepare, job, own, pieces))
 
-    def _prepare(self, job: Job, own: slice) -> Batch:
+    def _prepare(self, job: Job, own: slice, pieces: int) -> Batch:
         rows, position = job()
-        inputs_BT, targets_BT = _shift(rows)
-        batch = Batch(inputs_BT, targets_BT, position)
+        parts, words = _shift(rows), None
         if self._candidates is not None:
             size, vocab_size = self._candidates
-            words = draw(targets_BT.numpy(), size=size, vocab_size=vocab_size, seed=self._seed)
-            batch = Batch(inputs_BT[own], targets_BT[own], position, torch.from_numpy(words))
+            words = torch.from_numpy(
+                draw(parts[1].numpy(), size=size, vocab_size=vocab_size, seed=self._seed)
+            )
+            parts = parts[0][own], parts[1][own]
+        inputs_BT, targets_BT = (part.reshape(-1, part.shape[1] // pieces) for part in parts)
+        batch = Batch(inputs_BT, targets_BT, position, words)
         if self._pin:
             batch = batch.moved(torch.Tensor.pin_memory)
         return batch

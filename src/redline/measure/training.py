@@ -89,7 +89,7 @@ class TrainingSubject:
 
 def _endless(recipe: Recipe) -> Recipe:
     never: dict[str, Any] = dict.fromkeys(("eval_every", "checkpoint_every", "early_stop_evals"), 0)
-    never |= {"max_hours": None, "target_loss": None}
+    never |= {"max_hours": None, "target_loss": None, "length_ramp_steps": 0}  # whole sequences are measured
     if recipe.workload != "pretrain":  # a rate that rises over a share of an endless run would stay at 0
         never |= {"schedule": "constant", "warmup_steps": 0, "warmup_fraction": 0.0}
         return replace(recipe, train=replace(recipe.train, **never))

@@ -126,17 +126,22 @@ class Sequences:
         self.pass_size, self._share = pass_size, share
         """`share`: sequences of a batch on one process; every pass size divides it."""
 
+    def _pass_rows(self, batch: SequenceBatch) -> int:
+        """Of this batch: one whose sequences are cut has more."""
+        return batch.rows * self.pass_size // self._share
+
     def passes(self, learner: Learner, batch: SequenceBatch) -> Iterable[Pass]:
         device, model = learner.process.device, learner.model
         there = batch.moved(lambda part: part.to(device, non_blocking=True))
         learner.mark("copy_s")
-        parts = (part.split(self.pass_size) for part in (there.inputs_BT, there.targets_BT))
+        parts = (part.split(self._pass_rows(batch)) for part in (there.inputs_BT, there.targets_BT))
         for x_BT, y_BT in zip(*parts, strict=True):
             yield learner.rule.learn(model, Lesson(x_BT, y_BT, None, candidates_of(there.candidates)))
 
     def shapes_from(self, batch: SequenceBatch) -> list[Grid]:
-        candidates = 0 if batch.candidates is None else len(batch.candidates)
-        return [Grid(batch.rows // self.pass_size, self.pass_size, batch.inputs_BT.shape[1], candidates)]
+        """One: while lengths ramp up, the next shape is captured when it comes."""
+        candidates, rows = 0 if batch.candidates is None else len(batch.candidates), self._pass_rows(batch)
+        return [Grid(batch.rows // rows, rows, batch.inputs_BT.shape[1], candidates)]
 
     def passes_of(self, shape: Grid) -> int:
         return shape.passes

@@ -134,7 +134,7 @@ def rehearsed(recipe: Recipe) -> Recipe:
         recipe,
         workload="finetune",
         model=replace(recipe.model, init_from=RANDOM_WEIGHTS),
-        train=replace(recipe.train, steps=0, epochs=1, eval_every=0, early_stop_evals=0),
+        train=replace(recipe.train, steps=0, epochs=1, eval_every=0, early_stop_evals=0, length_ramp_steps=0),
         lora=recipe.lora or LoraConfig(),
     )
 

@@ -32,7 +32,7 @@ LOSS_MARGIN, ACCURACY_MARGIN = 0.01, 0.05
 """1 % of the perplexity; about what a test of 300 questions cannot tell from chance."""
 VALIDATIONS = 20
 """In a run that is timed, if its recipe asks for none: a time to a loss lies between two of them."""
-WARM_UPS = ("warmup_steps", "muon_warmup_steps", "orthogonality_warmup_steps")
+WARM_UPS = ("warmup_steps", "muon_warmup_steps", "orthogonality_warmup_steps", "length_ramp_steps")
 """Updates at the start of a run that a shorter one has fewer of."""
 Figure = Literal["loss", "accuracy", "seconds to the loss"]
 Trained = tuple[Recipe, Plan]
