@@ -28,25 +28,6 @@ OUT_OF_MEMORY = "CUDA error: out of memory"
 """How torch words the driver's lack of it."""
 
 
-@contextmanager
-def _failing_well() -> Iterator[None]:
-    """Inside, whoever runs out of memory raises OutOfMemoryError, after which the loop tries smaller passes: the optimiser
-    too, because no weight has changed yet, and the driver, which makes a graph outside of torch's allocator. If CUDA refuses
-    a capture for another reason, the error names the way out."""
-    try:
-        yield
-    except (TrainingError, torch.AcceleratorError) as error:
-        if _lacks_memory(error):
-            # A new one: the cause, raised again, would refer to itself and keep its memory until the collector comes.
-            raise torch.OutOfMemoryError(str(error)) from error
-        if isinstance(error, TrainingError):
-            raise
-        said = str(error).partition("\n")[0]
-        raise TrainingError(
-            f"the update cannot be captured as a CUDA graph ({said}): plan.graph=false runs it kernel by kernel"
-        ) from error
-
-
 def _lacks_memory(error: BaseException | None) -> bool:
     """Whether memory ran out, here or in what led to this error: a capture that it broke off may end in another one."""
     while (
@@ -73,8 +54,7 @@ class Captured:
         self.before_update()  # and before a capture: its warm-up writes to Muon's weights, if only the same bits
         rows = self.objective.rows(batch)
         if rows[0][1] not in self.graphs:
-            with _failing_well():
-                self._capture_all(self.objective.shapes_from(batch))
+            self._try_to_capture(self.objective.shapes_from(batch))
         rates = [(group["peak_lr"] * lr_factor, group.get("momentum", 0.0)) for group in self.groups]
         scalars = np.array([targets, *(number for pair in rates for number in pair)], dtype=np.float32)
         words = np.concatenate([scalars.view(np.int32), *(row for row, _ in rows)])
@@ -83,6 +63,25 @@ class Captured:
         graph, outcome = self.graphs[rows[0][1]]
         graph.replay()
         return outcome
+
+    def _try_to_capture(self, to_come: Iterable[Any]) -> None:
+        """Capture. If memory runs out, the error is an OutOfMemoryError, after which the loop tries smaller passes: also where
+        the optimiser lacks it, because no weight has changed yet, or the driver, which makes a graph outside of torch's
+        allocator. If CUDA refuses the capture for another reason, the error names the way out.
+
+        Neither a context manager (from Python 3.12 on) nor a variable may hold the new error: in a reference cycle it would
+        keep the memory of the failed capture until the collector comes."""
+        try:
+            self._capture_all(to_come)
+        except (TrainingError, torch.AcceleratorError) as error:
+            if _lacks_memory(error):
+                raise torch.OutOfMemoryError(str(error)) from error
+            if isinstance(error, TrainingError):
+                raise
+            said = str(error).partition("\n")[0]
+            raise TrainingError(
+                f"the update cannot be captured as a CUDA graph ({said}): plan.graph=false runs it kernel by kernel"
+            ) from error
 
     def _capture_all(self, to_come: Iterable[Any]) -> None:
         """One graph for each shape that is still to come; the weights do not move."""
