@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`redline.watch`, made where it is asked for: `import redline` loads no torch, and no room below depends
+    """Make `redline.watch` on first use: `import redline` loads no torch, and no room below depends
     on the one it lives in."""
     if name == "watch":
         return importlib.import_module("redline.observe").watch

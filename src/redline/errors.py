@@ -1,4 +1,4 @@
-"""The tree of errors that a user can cause and mend. The command line prints each as one line, without a
+"""The tree of errors that a user can cause and fix. The command line prints each as one line, without a
 traceback.
 
     RedlineError
@@ -64,13 +64,13 @@ class MissingExtra(RedlineError):
 
 
 class TrainingError(RedlineError):
-    """The run went wrong in a way that no retry mends, such as a loss that is not a number."""
+    """The run went wrong in a way that no retry fixes, such as a loss that is not a number."""
 
     exit_code = 8
 
 
 def nearest(word: str, known: Iterable[object]) -> str:
-    """A hint for a message: the known name that comes closest to a word that is not one, or begins with it, or nothing."""
+    """A hint for a message: the known name closest to an unknown word, or one that begins with it; else empty."""
     names = [str(name) for name in known]
     close = difflib.get_close_matches(word, names, n=1) or [
         name for name in names if word and name.startswith(word)

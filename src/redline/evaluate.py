@@ -97,7 +97,7 @@ def evaluate_opened(
     """The loss of an opened model on its run's validation split, or on any text or data folder."""
     recipe = opened.recipe if opened.recipe and opened.recipe.workload == "pretrain" else None
     if recipe is None and source is None:
-        raise ConfigError("only a run of pre-training has a validation split of its own: give --data SOURCE")
+        raise ConfigError("only a pre-training run has its own validation split: give --data SOURCE")
     if seq_len is None:
         seq_len = recipe.data.seq_len if recipe else model.config.context_length
     if not 0 < seq_len <= model.config.context_length:

@@ -79,7 +79,7 @@ def test_an_adapter_comes_out_and_the_run_can_be_used(model, examples, tmp_path,
 def test_a_model_without_a_chat_template_reads_plain_text(examples, tmp_path, capsys):
     plain, run = tiny_model(tmp_path / "plain", chat=False), tmp_path / "run"
     assert main(["finetune", str(plain), str(examples), "--run", str(run), *QUICK]) == 0
-    assert "has no chat template: examples are plain text (prompt.mode=text)" in capsys.readouterr().err
+    assert "no chat template: examples are read as plain text (prompt.mode=text)" in capsys.readouterr().err
     assert '\nmode = "text"\n' in (run / "recipe.toml").read_text()
 
 

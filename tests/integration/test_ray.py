@@ -208,9 +208,7 @@ def test_workers_that_die_again_and_again_end_the_run(lab):
         with pytest.raises(MachineError, match=r"4 workers in a row were lost .*; the last one: no disk"):
             engine._lose(member, "died", "no disk")
         member.held[0] = replace(piece, losses=7)
-        with pytest.raises(
-            MachineError, match=r"8 workers were lost over the same prompt \(no disk\): \(5, 6"
-        ):
+        with pytest.raises(MachineError, match=r"8 workers were lost on the same prompt \(no disk\): \(5, 6"):
             engine._lose(member, "died", "no disk")
 
 

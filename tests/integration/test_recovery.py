@@ -280,7 +280,7 @@ class TestFolder:
         nano.outcome(recipe, tmp_path / "run", *options, fault=Fault("signalled_at", update=5))
         corpus.write_text("\n".join(reversed(corpus.read_text().splitlines())) + "\n")
         line = refused(nano.train(recipe, tmp_path / "run", *options), code=4)
-        assert "was trained on other data" in line
+        assert "the data has changed since" in line
 
 
 class TestDamagedCheckpoint:

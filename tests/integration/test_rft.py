@@ -231,7 +231,7 @@ def test_rounds_are_sampled_by_what_the_last_one_trained(warm: Warm, place: Path
     again = warm.run(*arguments)
     assert again.code == 0, again.err
     assert again.out.count("after RFT") == 3
-    assert "none drawn now" in again.out, "a finished round is not repeated"
+    assert "none drawn this time" in again.out, "a finished round is not repeated"
     wrong = warm.run("rft", "run", place / "letters.toml", "--run", tmp_path / "other", "--rounds", "0")
     assert wrong.code == 2
     assert "--rounds must be at least 1, got 0" in one_line(wrong.err)

@@ -546,7 +546,7 @@ def test_switches_that_turn_nothing_make_the_same_trial() -> None:
 def test_the_rows_of_another_list_are_not_written_over(tmp_path: Path) -> None:
     whole = run(tmp_path)
     saved = (tmp_path / "ablation.json").read_text()
-    with pytest.raises(StorageError, match=r"rows of another list \(tf32, bf16.*--out"):
+    with pytest.raises(StorageError, match=r"results of another list \(tf32, bf16.*--out"):
         run(tmp_path, only=("sdpa",))
     assert (tmp_path / "ablation.json").read_text() == saved
     (tmp_path / "ablation.json").write_text(json.dumps(json.loads(saved)[:4]))  # it was killed

@@ -89,7 +89,7 @@ def test_what_a_terminal_would_obey_is_shown(tokenizer, capsys):
 def test_a_message_that_does_not_fit_is_left_out(tokenizer, capsys):
     talk = Conversation(opened(tokenizer, CHAT_TEMPLATE), None, 60)
     answer(None, talk, "x" * 100, Request(prompt="", sampling=Sampling()))
-    assert "tokens and 60 fit: shorten it" in capsys.readouterr().err
+    assert "tokens, but only 60 fit: shorten it" in capsys.readouterr().err
     assert talk.messages == []
 
 

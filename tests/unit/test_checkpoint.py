@@ -294,7 +294,7 @@ def test_damage_without_another_checkpoint_says_so(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"model.new": torch.zeros(1)}, "model.new is not in it"),
-        ({"model.a": None}, "model.a is not wanted"),
+        ({"model.a": None}, "model.a is not expected"),
         (
             {"model.a": torch.zeros(300, 41)},
             r"model.a is \[300, 40\] float32 in it and \[300, 41\] float32 here",

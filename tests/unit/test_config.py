@@ -185,7 +185,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         ("train.lr=true", "lr must be a number, got True (bool)"),
         ("train.lr=fast", "lr must be a number, got 'fast' (str)"),
         ("model.bias=1", "bias must be true or false, got 1 (int)"),
-        ("data.source=3", "source must be a text, got 3 (int)"),
+        ("data.source=3", "source must be text, got 3 (int)"),
         ("model=3", "model must be a table, got 3"),
         ("train.steps.more=3", "'steps' is not a table"),
         ("model.norm=rms", "norm must be one of rmsnorm, layernorm; got 'rms' (did you mean 'rmsnorm'?)"),

@@ -143,7 +143,7 @@ def test_a_killed_fetch_leaves_nothing_that_is_taken_for_a_shard(
     fetched = TokenDataset.open(fetch_folder(url), "train")._arrays
     assert fetched[1].tolist() == np.fromfile(built / Manifest.load(built).train[1].name, "<u2").tolist()
     assert list(in_cache()) == [Manifest.load(built).train[1].name]
-    with pytest.raises(DataError, match=r"the cache of shards is full: .* raise REDLINE_SHARDS_GB"):
+    with pytest.raises(DataError, match=r"the shard cache is full: .* raise REDLINE_SHARDS_GB"):
         fetched[0]
     fetched.want([0], [])
     assert fetched[0].tolist() == np.fromfile(built / name, "<u2").tolist()

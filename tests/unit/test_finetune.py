@@ -268,7 +268,7 @@ def test_a_run_goes_on_only_with_what_it_began_with(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         finetune(model_of("lora"), examples(), SETTINGS, folder=folder)
         for data, config, said in (
-            (examples(seed=1), SETTINGS, "other data"),
+            (examples(seed=1), SETTINGS, "the data has changed"),
             (examples(), settings(lr=2e-2), "another recipe"),
         ):
             with pytest.raises(CheckpointError, match=said):
@@ -299,7 +299,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved(
 
     monkeypatch.setattr(Transformer, "forward", broken)
     with RunFolder(tmp_path) as folder:
-        with pytest.raises(TrainingError, match=r"loss is nan at step 6: go on from step 3 \(--fork"):
+        with pytest.raises(TrainingError, match=r"loss is nan at step 6: continue from step 3 \(--fork"):
             finetune(model_of("lora"), examples(), SETTINGS, folder=folder)
         assert [line["step"] for line in read_lines(folder.metrics_path)] == [1, 2, 3, 4, 5]
         assert [path.name for path in folder.checkpoints_path.glob("step-*")] == ["step-00000003"]

@@ -108,18 +108,15 @@ def test_the_script_asks_for_what_the_options_say(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("launch nano --dry-run --time soon", "--time is written like 24:00:00 or 1-00, got 'soon'"),
-        ("launch nano --dry-run --memory lots", "--memory is written like 256G, got 'lots'"),
+        ("launch nano --dry-run --time soon", "--time must look like 24:00:00 or 1-00, got 'soon'"),
+        ("launch nano --dry-run --memory lots", "--memory must look like 256G, got 'lots'"),
         ("launch nano --dry-run --nodes 2 --on local", "--nodes 2: --on local takes one node; leave it out"),
         ("launch nano --dry-run --gpus -1", "--gpus must be at least 0, got -1"),
         ("launch nano --dry-run --set train.lr=1e-3,high", "train: lr must be a number"),
         ("launch nano --dry-run --on slurm --run 'my runs/a'", "takes no blanks or quotes in --run"),
-        (
-            "train nano --nnodes 2",
-            "--nnodes 2 needs --rdzv HOST:PORT, the same on all of them; it is missing",
-        ),
-        ("train nano --nnodes 1:2 --rdzv node1", "HOST:PORT, the same on all of them; got 'node1'"),
-        ("train nano --nnodes 2 --rdzv node1:65536", "HOST:PORT, the same on all of them; got"),
+        ("train nano --nnodes 2", "--nnodes 2 needs --rdzv HOST:PORT, the same on each; it is missing"),
+        ("train nano --nnodes 1:2 --rdzv node1", "HOST:PORT, the same on each; got 'node1'"),
+        ("train nano --nnodes 2 --rdzv node1:65536", "HOST:PORT, the same on each; got"),
         ("train nano --nnodes 4:2 --rdzv node1:29400", "a number or MIN:MAX, like 2 or 1:4, got '4:2'"),
         ("train nano --nnodes two", "--nnodes takes a number or MIN:MAX, like 2 or 1:4, got 'two'"),
     ],

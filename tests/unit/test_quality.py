@@ -241,7 +241,7 @@ def test_a_recipe_that_ends_by_the_clock_is_compared_over_the_same_updates(tmp_p
 
 def test_a_recipe_without_a_training_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ablate", "seeds/000", "--quality", "--out", str(tmp_path / "a")]) == 2
-    assert "--quality needs a training to compare" in capsys.readouterr().err
+    assert "--quality compares training runs" in capsys.readouterr().err
 
 
 def test_the_page_of_an_ablation_says_how_it_was_judged(

@@ -298,9 +298,7 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
     assert main([*command, str(tmp_path / "a")]) == 0
     shown = capsys.readouterr().out
     assert "M tokens 0.004" in shown, "a cell below its row has the name of its column"
-    assert "[lowest, highest]; seconds from the\ncommand on" in shown.replace(" \n", "\n"), (
-        "no word is broken"
-    )
+    assert "[lowest, highest]; seconds since the\ncommand," in shown.replace(" \n", "\n"), "no word is broken"
     assert "nano: lowest losses 2.0000, 2.0000; start-up 8.0, 8.0 s\n" in shown
     assert "nano-train.lr=1e-3: no run finished\n  a run failed: loss is nan at step 3\n" in shown
     assert (tmp_path / "a" / "report.html").exists()

@@ -465,5 +465,5 @@ def test_a_checkpoint_of_another_version_says_how_to_go_on(monkeypatch):
         job=SimpleNamespace(recipe=load_recipe("nano")),
         opened=SimpleNamespace(run=Path("runs/nano")),
     )
-    with pytest.raises(CheckpointError, match=r"step-00000005 is of .* --fork runs/nano --run NEW"):
+    with pytest.raises(CheckpointError, match=r"step-00000005 is from .* --fork runs/nano --run NEW"):
         Trainer._resume(trainer)

@@ -243,7 +243,7 @@ def test_larger_passes_are_not_tried_where_the_readings_say_they_do_not_fit(
     world.memory, world.best = 4.0, 1000  # 128 would take 207 GB; the planner's arithmetic thinks 53
     _, result, _ = search(world, tmp_path)
     assert max(plan["micro_batch"] for plan in world.started) == 64
-    assert "by 2 readings" in row_of(result, "micro_batch 128").note
+    assert "from 2 readings" in row_of(result, "micro_batch 128").note
 
 
 def test_a_rules_plan_that_does_not_fit_is_tried_with_smaller_passes(world: World, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_rules_plan_that_does_not_fit_is_tried_with_smaller_passes(world: Worl
     assert plan.micro_batch == 32
     measured = f"16 measured {result.rows[2].comparison}"
     assert plan.why["micro_batch"].reason == f"micro-batch 64 ran out of memory; {measured}"
-    assert plan.why["accumulation"].reason == "512 sequences an update / (32 a pass x 1 process(es))"
+    assert plan.why["accumulation"].reason == "512 sequences per update / (32 per pass x 1 process(es))"
     assert (result.ratio, result.against) == (1.0, "the rules' plan cut to micro-batch 32")
 
 
@@ -402,7 +402,7 @@ def test_a_rules_plan_that_the_system_kills_is_tried_with_smaller_passes(
     assert result.rows[-1].name == "the winner against the rules' plan cut to micro-batch 32"
     assert result.ratio == pytest.approx(1 / 0.9, rel=0.02)
     assert plan.why["micro_batch"].reason.startswith(note.split(":")[0])
-    assert "(32 a pass" in plan.why["accumulation"].reason
+    assert "(32 per pass" in plan.why["accumulation"].reason
 
 
 @pytest.mark.parametrize(("kills", "flash", "ratio"), [(1, 1.05, 1.0), (2, 1.05, 1.0), (2, 0.9, 1 / 0.9)])
@@ -434,7 +434,7 @@ def test_time_for_the_last_comparison_is_always_set_aside(world: World, tmp_path
     """The rules' plan takes 14 s, a comparison 18: of 48 there are 34 left, enough for one and not for two."""
     _, result, _ = search(world, tmp_path, *ONLY_ATTENTION, minutes=48 / 60)
     assert result.untried == ("attention flash",)
-    assert "are left before the last comparison" in result.rows[1].note
+    assert "remain before the last comparison" in result.rows[1].note
     assert len(world.started) == 1
 
 
@@ -459,7 +459,7 @@ def test_a_last_comparison_for_which_the_time_was_over_is_said(world: World, tmp
         replace(how, takes_s=10.0) if len(world.lab.blocks) > 7 + 14 else how
     )
     plan, result, _ = search(world, tmp_path, *ONLY_ATTENTION, minutes=1.0)
-    assert (plan.attention, result.unconfirmed) == ("flash", "the time was over")
+    assert (plan.attention, result.unconfirmed) == ("flash", "time ran out")
     assert result.ratio == pytest.approx(1 / 0.9, rel=0.01)
     assert result.rows[-1].verdict == "not compared"
 

@@ -80,7 +80,7 @@ def test_the_table_has_a_star_where_the_interval_has_less_than_95_per_cent(
         print_result(PLAN, result, Path("folder"))
         said = " ".join(capsys.readouterr().out.split())
         assert "0.800x [0.750, 0.850] slower 1.00x" in said
-        assert ("0.800x [0.750, 0.850]* slower" in said) == ("* given up after fewer rounds" in said) == star
+        assert ("0.800x [0.750, 0.850]* slower" in said) == ("* stopped after fewer rounds" in said) == star
         assert "lost – – not compared 1.00x" in said
         assert "lost: the plan it is compared with crashed: [/x]" in said
         assert "left: not tried: predicted 0.50x" in said

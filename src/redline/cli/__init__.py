@@ -1,1 +1,1 @@
-"""The command line: one sub-command a verb; each imports its room when it is called, and holds no logic."""
+"""The command line: one sub-command per verb. Each imports its room only when called, and holds no logic."""

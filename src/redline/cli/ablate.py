@@ -1,12 +1,12 @@
-"""Measure what every optimisation is worth: one by one from a naive state, then left out of the best,
-claimed beside measured.
+"""Measure what each optimisation is worth: added one at a time to a naive baseline, then left out of the best set
+one at a time; what was claimed stands beside what was measured.
 
 redline ablate gpt2-124m                         the catalogue's pre-training list, on your recipe and machine
-redline ablate seeds/003                         the list of a public tuning guide (docs/claims.md: 000 to 004),
-                                                 from the state it starts in, on a recipe of its shape
+redline ablate seeds/003                         the changes of a public tuning guide (docs/claims.md: 000 to 004),
+                                                 from the guide's starting point, on a recipe of its shape
 redline ablate nano --only sdpa,fused-optimizer --minutes 5
 redline ablate seeds/002 --markdown > table.md   the table as Markdown, with who claimed what
-redline ablate rft/demo --quality --seeds 4      and whether what is kept trains as well (docs/tune.md)
+redline ablate rft/demo --quality --seeds 4      also check that what is kept trains equally well (docs/tune.md)
 
 If it is killed or runs out of time, run the same command again: finished trials are kept in the folder. `redline
 report FOLDER` draws it.
@@ -37,11 +37,11 @@ from redline.tune.waterfall_table import markdown
 
 ARGUMENTS = """
 @RECIPE
---only NAME,NAME          only these entries of `redline optimizations`; all else as the study starts
---minutes MINUTES         time for all of it (default 30)
---block-seconds SECONDS   length of a timed block (default 0.5); shorter is quicker and less sure
+--only NAME,NAME          only these entries of `redline optimizations`; everything else stays as at the start
+--minutes MINUTES         total time (default 30)
+--block-seconds SECONDS   length of a timed block (default 0.5); shorter is quicker but less precise
 @QUALITY
---out DIR                 the folder (default: runs/ablate-RECIPE, followed by the names of --only)
+--out DIR                 output folder (default: runs/ablate-RECIPE, followed by the names of --only)
 --markdown                print the table as Markdown
 @JSON
 """
@@ -50,7 +50,7 @@ ARGUMENTS = """
 def run(options: argparse.Namespace) -> None:
     only = [name.strip() for name in (options.only or "").split(",") if name.strip()]
     if options.only and not only:
-        raise ConfigError(f"--only {options.only!r} names nothing")
+        raise ConfigError(f"--only {options.only!r} names no entry: `redline optimizations` lists them")
     recipe, facts = recipe_of(options), read_facts()
     name = name_of(options, recipe)
     folder = options.out or Path("runs") / "-".join(["ablate", name.replace("/", "-"), *only])
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     check_folder(folder, recipe)
     if options.quality and not any(judged(recipe, part) for part in parts):
         raise ConfigError(
-            f"--quality needs a training to compare, and the list of {name} measures generation or random rows only:"
+            f"--quality compares training runs, and the study of {name} only measures generation or random rows:"
             " leave it out, or give a recipe that trains on data"
         )
     judge = judge_of(options, folder / "quality", facts)
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
         print_ablation(ablation([asdict(row) for row in rows]), Output())
         print(f"written to {folder / 'ablation.json'}; `redline report {folder}` draws it")
     if left := sum(row.outcome == "not run" for row in rows):
-        short = f"for which {options.minutes:g} min were too short"
+        short = f"because {options.minutes:g} min were not enough"
         status(f"not run: {left} of {len(rows)} rows, {short}; run the same command again to continue")
 
 
@@ -100,8 +100,8 @@ def _where(options: argparse.Namespace, hardware: Hardware, facts: MachineFacts,
         given += ["--margin", f"{options.margin:g}"] if options.margin else []
     return (
         f"Made by `redline ablate {shlex.join(given)}` on {time.strftime('%Y-%m-%d')}: {hardware.title};"
-        f" {versions}; fingerprint {recipe.fingerprint}. Speed with the change over speed without it, on top"
-        " of what was kept before it; medians of blocks of steps in turns, with a 95 % interval. * Four"
-        " rounds, each a fifth apart: 87.5 %. The first state alone: two blocks. MFU: of the dense bf16 peak,"
-        " whatever the precision; generation counts the forward pass, LoRA no gradients of frozen weights."
+        f" {versions}; fingerprint {recipe.fingerprint}. Ratios: speed with the change over speed without it, on top"
+        " of what was kept before it; medians of interleaved blocks of steps, with a 95 % interval. * Four"
+        " rounds, each a fifth apart: 87.5 %. The first state ran alone, for two blocks. MFU: of the dense bf16 peak,"
+        " whatever the precision; generation counts the forward pass only, LoRA omits the gradients of frozen weights."
     )

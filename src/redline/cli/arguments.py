@@ -1,15 +1,15 @@
-"""The arguments of a command, written the way its help shows them: one a line, two spaces, what it means.
+"""Declares a command's arguments from text that reads like its help: one per line, two spaces, what it means.
 
     RECIPE                  a positional argument; [RECIPE] may be left out, RUN... takes one or more
     --set KEY=VALUE...      an option that may be repeated
     --minutes MINUTES       time for all trials (default 6)
     --device {cuda,cpu}     one of these
     --json                  a switch
-    @PLAN                   what stands under that name in SHARED
+    @PLAN                   the entry of that name in SHARED
 
-The name of a value decides its type (TYPES; any other is text, of which only TEXT may be empty). `(default 6)` in the
-help is the default; `(default: the recipe's)` only describes what happens without the option. A number must be above 0,
-or may be 0 where the help speaks of 0.
+The name of a value decides its type (TYPES); any other is text, and only TEXT may be empty. `(default 6)` in the help
+sets the default; `(default: the recipe's)` only describes what happens without the option. A number must be above 0,
+unless the help mentions 0.
 """
 
 import argparse
@@ -35,43 +35,43 @@ RECIPE                     a shipped recipe (see `redline recipes`) or a .toml f
 --set TABLE.KEY=VALUE...   override a value, e.g. train.steps=100; =none removes it
 """,
     "PLAN": "--plan FILE|auto   a plan saved by `redline plan --save`; auto: the plan `redline tune` found here, if any",
-    "PREFER": "--prefer {speed,memory}   what the planner goes for where it can choose (default speed)",
+    "PREFER": "--prefer {speed,memory}   what the planner favours where it has a choice (default speed)",
     "MODEL": """
 MODEL                a run folder, a checkpoint, a Hugging Face folder, a .gguf file or demo
---checkpoint WHICH   of a run of pre-training: last, best or step-N (default last)
+--checkpoint WHICH   which one of a pre-training run: last, best or step-N (default last)
 """,
-    "DEVICE": "--device {cuda,cpu}   where to compute (default: cuda where there is one)",
+    "DEVICE": "--device {cuda,cpu}   where to compute (default: cuda if there is a GPU)",
     "RUN": """
 --run DIR          the run folder (default: runs/RECIPE)
 @PLAN
 @PREFER
---fork RUN         start from the last checkpoint of this run (or from this checkpoint), under other values; needs --run
---nproc N          processes on this machine, one a GPU (default 1)
---nnodes N|MIN:MAX   machines; MIN:MAX goes on with those that are left, down to MIN (default 1)
---rdzv HOST:PORT   where they meet: one of them and a free port there; start the same command on each of them
+--fork RUN         start from this run's last checkpoint (or from this checkpoint) with other values; needs --run
+--nproc N          processes on this machine, one per GPU (default 1)
+--nnodes N|MIN:MAX   machines; MIN:MAX continues on those that remain, down to MIN (default 1)
+--rdzv HOST:PORT   where the machines meet: one of them and a free port on it; start the same command on each
 --export NAME...   also send metrics to tensorboard, wandb or mlflow
 --quiet            no live view
 """,
     "QUALITY": """
---quality           keep only what also trains as well: validation loss (RFT and RL: accuracy) at the end of short runs
---seeds N           runs of each arm, for --quality (default 3)
---seconds SECONDS   length of a pre-training run before the change (default 60); other workloads train to their end
---margin NUMBER     how much worse it may be (default: 0.01 of a loss, 0.05 of an accuracy)
+--quality           keep only what trains equally well, by validation loss (RFT and RL: accuracy) after short runs
+--seeds N           runs per arm, for --quality (default 3)
+--seconds SECONDS   length of a pre-training run without the change (default 60); other workloads run to their end
+--margin NUMBER     how much worse a change may score (default: 0.01 in loss, 0.05 in accuracy)
 """,
     "ON_RAY": """
---on {ray}            draw the samples on a Ray cluster (default: in this process)
---workers N           of that cluster (default: one for each GPU, or for each CPU without one)
---ray-address PLACE   of that cluster (default: RAY_ADDRESS, or one on this machine, started if there is none)
+--on {ray}            sample on a Ray cluster (default: in this process)
+--workers N           workers on that cluster (default: one per GPU, or one per CPU if it has none)
+--ray-address PLACE   address of that cluster (default: RAY_ADDRESS, or one on this machine, started if there is none)
 """,
     "JSON": "--json   print JSON for programs instead of text for people",
 }
-"""What several commands take."""
+"""Arguments that several commands share."""
 WIDTH = 80
 wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Whole words within the width, whatever the terminal's is."""
+    """Wraps at whole words, whatever the width of the terminal."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=WIDTH)
@@ -81,8 +81,8 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 def folded(text: str) -> str:
-    """A command's docstring within the width: prose is filled, and where an example with what it does is too long, the
-    second goes under the first."""
+    """Fold a command's docstring to the width: fill prose, and where an example and its explanation do not fit on one
+    line, put the explanation below."""
     return "\n\n".join(
         _examples(part) if re.match(r"\s*redline ", part) else "\n".join(wrap(part, WIDTH))
         for part in re.split(r"\n\s*\n", textwrap.dedent(text).strip("\n"))
@@ -94,7 +94,7 @@ def _examples(part: str) -> str:
     if max(map(len, part.splitlines())) <= WIDTH:
         return part
     shown = list[str]()
-    joined = re.sub(r"\n +", " ", part)  # an indented line goes on with what the one before does
+    joined = re.sub(r"\n +", " ", part)  # an indented line continues the explanation above it
     for line in joined.splitlines():
         command, _, about = line.partition("  ")
         whole = re.sub(r"( --\S+) (?!-)", "\\1\0", command)  # an option stays with its value
@@ -104,7 +104,7 @@ def _examples(part: str) -> str:
 
 
 class _Number(argparse.Action):
-    """Checks a number where it is given."""
+    """Checks a number as it is parsed."""
 
     def __call__(self, _parser: object, options: argparse.Namespace, value: Any, name: Any = None) -> None:
         may_be_0 = re.search(r"(?<![\w.])0(?![\w.])", self.help or "") is not None
@@ -116,7 +116,7 @@ class _Number(argparse.Action):
 
 
 def _filled(kind: type, text: str) -> Any:
-    """A variable that a script forgot to set would else mean the working directory, or that no option was given."""
+    """Refuse an empty value: a variable that a script forgot to set would mean the working directory or no option."""
     if not text:
         raise argparse.ArgumentTypeError("the value must not be empty")
     return kind(text)

@@ -1,4 +1,4 @@
-"""Measure Redline beside its alternatives, in one run on the same work.
+"""Compare Redline with its alternatives, in one run on the same work.
 
 redline bench train                    the training loop beside the bare step, plain PyTorch and Hugging Face's
                                        Trainer; needs a GPU
@@ -38,8 +38,8 @@ ARMS = {
     "attention": ("flash", "cudnn", "favor"),
 }
 OUT = "--out DIR   folder of the results (default benchmarks)"
-AGAINST = "--against FILE   compare our arms with the JSON of an earlier benchmark on this kind of machine"
-QUICK = "--quick   a tiny model, to see that everything runs; also on a CPU"
+AGAINST = "--against FILE   compare our arms with an earlier benchmark's JSON from the same kind of machine"
+QUICK = "--quick   use a tiny model, to check that everything runs; works on a CPU too"
 
 
 def _fixed(verb: str, about: str, against: str = AGAINST) -> str:
@@ -56,13 +56,13 @@ ARGUMENTS = {
 --data SOURCE              what to train on (default tinyshakespeare)
 --blocks N                 timed blocks of each arm (default 6)
 --steps-per-block N        updates in a block (default 5)
---arm ARM...               loop (always in turns with the bare step it is compared with), plain or hf (default: all)
+--arm ARM...               loop (always interleaved with the bare step), plain or hf (default: all)
 {AGAINST}
 {OUT}""",
     "generate": _fixed("generate", "generation speed"),
     "finetune": _fixed("finetune", "LoRA fine-tuning speed"),
     "rl": _fixed("rl", "whole steps of reinforcement learning, and the update of a larger model"),
-    "attention": _fixed("attention", "kernel attention and flash attention by length", against=""),
+    "attention": _fixed("attention", "kernel attention and flash attention at several lengths", against=""),
 }
 
 
@@ -98,7 +98,7 @@ def _train(options: argparse.Namespace) -> Path:
 
 
 def _measure(options: argparse.Namespace) -> Path:
-    """A benchmark whose work is fixed: the room's module of that name measures it."""
+    """Run a benchmark whose work is fixed: the room's module of that name measures it."""
     facts = read_facts()
     if not facts.gpus and not options.quick:
         raise MachineError("the full benchmark needs a GPU, and this machine has none: use --quick")

@@ -1,4 +1,4 @@
-"""What `redline plan` prints of a recipe on many GPUs. The arithmetic is in plan/capacity.py."""
+"""What `redline plan` prints for a recipe on many GPUs. The arithmetic is in plan/capacity.py."""
 
 from math import ceil
 
@@ -9,11 +9,11 @@ from redline.record.units import exact, format_bytes, format_count, format_durat
 from redline.report.grid import Output, show
 
 GUIDE_001, GUIDE_001_GPUS = ("guru-8gpu", "guru-8gpu-before"), 8
-"""The recipes of tuning guide 001's set-up (docs/many-machines.md)."""
+"""Recipes with the set-up of tuning guide 001 (docs/many-machines.md)."""
 
 
 def print_capacity(rows: list[Capacity], recipe: Recipe, hardware: Hardware, *, price: float | None) -> None:
-    """The table over the numbers of GPUs, where it stops, and the assumptions."""
+    """Print the table by number of GPUs, where scaling stops, and the assumptions."""
     console, steps, shares = Output(), recipe.train.steps, efficiency(rows)
     taken: list[tuple[str, ...]] = []
     given: list[tuple[str, ...]] = []
@@ -43,9 +43,9 @@ def print_capacity(rows: list[Capacity], recipe: Recipe, hardware: Hardware, *, 
     assert hardware.network_bytes_per_s is not None
     console.print(
         f"Assumed: {LINK_SHARE:.0%} of {hardware.link_bytes_per_s / 1e9:g} GB/s between the GPUs of a node of"
-        f" {hardware.node_gpus} and of {hardware.network_bytes_per_s / 1e9:g} GB/s for each out of it; communication"
-        " hides behind compute, but for the first gather and the last reduction of a pass. Time for validations and"
-        " checkpoints comes on top."
+        f" {hardware.node_gpus} and of {hardware.network_bytes_per_s / 1e9:g} GB/s from each to other nodes; compute hides"
+        " all communication except the first gather and the last reduction of a pass. Validations and checkpoints come"
+        " on top."
     )
     if recipe.rl is not None and not rows[-1].problem:
         _print_step(rows[-1])
@@ -54,12 +54,12 @@ def print_capacity(rows: list[Capacity], recipe: Recipe, hardware: Hardware, *, 
 
 
 def _print_step(row: Capacity) -> None:
-    """The waterfall of an RL step."""
+    """Print the waterfall of an RL step."""
     cells, began_s = [], 0.0
     for name, part_s in row.parts_s.items():
         before, long = (40 * seconds / row.step_s for seconds in (began_s, part_s))
         bar = " " * round(before) + "█" * max(1, ceil(long))
-        note = bar if part_s else "beside generation; the time of a scorer is not known"
+        note = bar if part_s else "runs during generation; the scorer's time is not known"
         cells.append((name, format_duration(part_s), format_share(part_s / row.step_s), note))
         began_s += part_s
     title = f"\nA step on {row.gpus:,} GPUs, all prompts and answers at full length"

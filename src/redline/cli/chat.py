@@ -5,7 +5,7 @@ redline chat demo
 redline chat SmolLM2-135M-Instruct.gguf --system "Answer briefly."
 echo "ROMEO:" | redline chat runs/nano --max-new-tokens 100
 
-/reset forgets what was said, /quit or Ctrl-D ends.
+/reset forgets the conversation; /quit or Ctrl-D ends it.
 """
 
 import argparse
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 ARGUMENTS = """
 @MODEL
 @DEVICE
---system TEXT          what the model is told first; needs a chat template
---max-new-tokens N     length of an answer, at most (default 256)
+--system TEXT          system message; needs a chat template
+--max-new-tokens N     most tokens of an answer (default 256)
 --temperature NUMBER   0 is greedy (default 0.7)
 --seed N               the same seed gives the same answers (default 0)
 """
 MOST_HISTORY = 8192
-"""Tokens of a conversation that are kept where the model's context holds more: keys and values take memory."""
+"""Most tokens of a conversation to keep, even if the model's context holds more: keys and values take memory."""
 
 
 class Conversation:
-    """What was said, and the prompt that it makes."""
+    """The messages so far, and the prompt they make."""
 
     def __init__(self, opened: "Opened", system: str | None, most_tokens: int) -> None:
         self.loaded, self.tokenizer, self.most_tokens = opened.loaded, opened.tokenizer, most_tokens
@@ -52,7 +52,7 @@ class Conversation:
         self.text = ""
 
     def ask(self, message: str) -> tuple[tuple[int, ...], int]:
-        """Token ids of the prompt, and how many messages (tokens of a text) had to be forgotten for it to fit."""
+        """The prompt's token ids, and how many messages (tokens, for plain text) were dropped to make it fit."""
         if not self.chats:
             self.text += f"\n{message}" if self.text else message
             ids = tuple(self.tokenizer.encode([self.text])[0])
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
     stops = stop_ids(opened.loaded, opened.tokenizer)
     if sys.stdin.isatty():
         kind = "a chat template" if talk.chats else "no chat template: it continues your text"
-        status(f"{opened.source} has {kind}. /reset forgets, /quit or Ctrl-D ends.")
+        status(f"{opened.source} has {kind}. /reset forgets the conversation; /quit or Ctrl-D ends it.")
     sizes = {"slots": 1, "max_prompt_tokens": talk.most_tokens, "max_new_tokens": new}
     with LocalEngine(model, opened.tokenizer, **sizes, eos_ids=stops) as engine:
         for number, message in enumerate(_messages(talk)):
@@ -98,9 +98,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _messages(talk: Conversation) -> Iterator[str]:
-    """The lines that are for the model."""
+    """Yield the lines meant for the model."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # no tokenizer takes what Python makes of other bytes than UTF-8
+        # no tokenizer accepts what Python makes of bytes that are not UTF-8
         sys.stdin.reconfigure(errors="replace")
     if terminal := sys.stdin.isatty():
         import readline  # noqa: F401 - gives input() its editing and its history
@@ -122,7 +122,7 @@ def _messages(talk: Conversation) -> Iterator[str]:
 def answer(engine: "LocalEngine", talk: Conversation, message: str, asked: Request) -> None:
     ids, forgotten = talk.ask(message)
     if len(ids) > talk.most_tokens:
-        status(f"your message has {len(ids)} tokens and {talk.most_tokens} fit: shorten it")
+        status(f"your message has {len(ids)} tokens, but only {talk.most_tokens} fit: shorten it")
         talk.messages.pop()
         return
     if forgotten:
@@ -131,5 +131,5 @@ def answer(engine: "LocalEngine", talk: Conversation, message: str, asked: Reque
     completion = engine.stream(asked, lambda piece: print(visible(piece), end="", flush=True))
     print(flush=True)
     if completion.finish == "length" and talk.chats:
-        status(f"(cut at {completion.new_tokens} tokens: --max-new-tokens)")
+        status(f"(cut off at {completion.new_tokens} tokens, the limit of --max-new-tokens)")
     talk.answered(completion.text)

@@ -5,7 +5,7 @@ redline data build corpus.jsonl.gz --out data/corpus --tokenizer gpt2/tokenizer.
 redline data build wikitext-2 --out data/wikitext            from the Hugging Face Hub, with its own validation split
 redline data info data/corpus --verify
 redline data build corpus.jsonl.gz --out s3://bucket/corpus  built here and uploaded; gs:// too
-redline data build corpus/ --out data/corpus --part 3/8      one of eight, on any machine; the last to finish joins them
+redline data build corpus/ --out data/corpus --part 3/8      one part of eight, on any machine; the last to finish joins them
 """
 
 import argparse
@@ -23,21 +23,21 @@ from redline.errors import ConfigError, RedlineError, need
 from redline.record.units import format_bytes
 
 ARGUMENTS = {
-    "build": """tokenise a corpus into memory-mapped shards; after a kill, run it again and it resumes
-SOURCE...                a file, a folder, tinyshakespeare, wikitext-2, wikipedia or hf://datasets/org/name; several make one corpus
+    "build": """tokenise a corpus into memory-mapped shards; if it is killed, run it again and it resumes
+SOURCE...                a file, a folder, tinyshakespeare, wikitext-2, wikipedia or hf://datasets/org/name; several are joined into one corpus
 --out PLACE              the data folder to write, on disk or as s3://bucket/corpus (required)
 --tokenizer TOKENIZER    a tokenizer.json or a folder with one (default bpe: a byte-level BPE trained on the source)
 --vocab-size N           vocabulary of the trained BPE (default: 32768)
 --text-field FIELD       field of a JSONL or Parquet row that holds the text (default text)
 --valid-fraction SHARE   share of the documents held out (default 0.01)
---workers N              threads (default: all cores); with --on ray, tasks (default: one for each CPU)
---part K/N               build the K-th of N parts (default: in a SLURM array, the task's)
+--workers N              threads (default: all cores); with --on ray, tasks (default: one per CPU)
+--part K/N               build the K-th of N parts (default: in a SLURM array, the part of this task)
 --on {ray}               build as tasks of a Ray cluster whose machines share --out (default: in this process)
---ray-address ADDRESS    the cluster (default: RAY_ADDRESS, one that was started on this machine, or a local one)
+--ray-address ADDRESS    address of the cluster (default: RAY_ADDRESS, one started on this machine, or a new local one)
 @JSON""",
     "info": """what a data folder holds
 PLACE      the data folder, on disk or as s3://bucket/corpus
---verify   read every shard and compare its hash and the tokenizer's
+--verify   read every shard and check its hash and the tokenizer's
 @JSON""",
 }
 
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _build(options: argparse.Namespace) -> Manifest | None:
     if options.tokenizer == "bpe":
-        status("training a byte-level BPE on the source first, at most 64 MiB of it")
+        status("first training a byte-level BPE on the source, on at most 64 MiB of it")
     how = {name: getattr(options, name) for name in ("tokenizer", "text_field", "valid_fraction")}
     how["vocab_size"] = options.vocab_size or (32768 if options.tokenizer == "bpe" else None)
     if options.on is None and options.ray_address is not None:
@@ -67,7 +67,7 @@ def _build(options: argparse.Namespace) -> Manifest | None:
         raise ConfigError("--on ray builds all parts: leave out --part")
     part, manifest = _part(options), None
     if (part or options.on == "ray") and is_remote(options.out):
-        raise ConfigError(f"parts share a folder, and {options.out} is none: build into one, then upload it")
+        raise ConfigError(f"parts share a folder, which {options.out} is not: build into one, then upload it")
     if options.on == "ray":
         manifest = _build_on_ray(options, how)
     else:
@@ -75,7 +75,7 @@ def _build(options: argparse.Namespace) -> Manifest | None:
         if part is None:
             manifest = build(options.source, options.out, **how)
         elif (manifest := build_part(*part, options.source, Path(options.out), **how)) is None:
-            status(f"part {part[0]}/{part[1]} is done; the part that finishes last joins them")
+            status(f"part {part[0]}/{part[1]} is done; the last part to finish joins them all")
             return None
     if options.valid_fraction > 0 and not manifest.valid:
         status("note: the validation split is empty: build into a new folder with a larger --valid-fraction")
@@ -101,7 +101,7 @@ def _part(options: argparse.Namespace) -> tuple[int, int] | None:
 
 
 def _build_on_ray(options: argparse.Namespace, how: dict[str, Any]) -> Manifest:
-    """The parts as tasks. Ray runs the task of a lost worker again, and it resumes."""
+    """Build the parts as Ray tasks. If a worker is lost, Ray runs its task again, and it resumes."""
     ray = need("ray", extra="ray")
     from redline.engine.ray import connect
 
@@ -138,4 +138,4 @@ def _print(folder: str, manifest: Manifest, as_json: bool, *, verified: bool = F
     if manifest.skipped:
         print(f"  {manifest.skipped:,} row(s) without text were left out")
     if verified:
-        print("  verified: every shard and the tokenizer are what was built")
+        print("  verified: every shard and the tokenizer match what was built")

@@ -1,14 +1,14 @@
-"""Say what a run is, what holds it back, what to change in that trainer's own options, and what to expect. Reads logs of
-other trainers too, in whatever form. Needs no torch.
+"""Say what a run is, what holds it back, which of its trainer's options to change, and what to expect. Also reads the
+logs of other trainers, in any form. Needs no torch.
 
     redline diagnose runs/nano                         a run folder of ours
     redline diagnose train.log --fact gpu=h100-80g     what any trainer printed: text, JSON, CSV, a notebook, .xz or .gz
-    redline diagnose a.log b.log c.log                 several runs beside each other
+    redline diagnose a.log b.log c.log                 several runs side by side
     redline diagnose train.log --html run.html         as a page, with the curves
     redline diagnose log.csv --map step_s=dt:ms        a column whose name does not say what it is, with its unit
-    redline diagnose guide.md                          a page of claims: what in it cannot hold
+    redline diagnose guide.md                          a page of claims: which of them cannot be true
 
-Units that had to be guessed are said. A gain is a prediction; `redline bench train` measures.
+Units that had to be guessed are named. A gain is a prediction; `redline bench train` measures it.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ARGUMENTS = """
 PATH...                     a run folder, a log, a table, a notebook or a Markdown page
 --map NAME=COLUMN[:UNIT]    what columns mean, with a unit where it differs: step=iter,step_s=dt:ms,memory_bytes=mem:GB
 --fact NAME=VALUE...        what the log does not say, e.g. gpu=h100-80g, parameters=454M, gpus=8
---html FILE                 write it as one self-contained page, with the curves
+--html FILE                 write the answer as one self-contained page, with the curves
 @JSON
 """
 LARGE_BYTES = 4 * 2**20
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
         from redline.report.page import write_diagnosis
 
         write_diagnosis(answers, options.html)
-        status(f"written: {options.html}")
+        status(f"written to {options.html}")
     if options.json:
         shown = [_as_json(observed, findings) for observed, findings in answers]
         print_json(shown[0] if len(shown) == 1 else shown)
@@ -150,4 +150,4 @@ def print_side_by_side(answers: Sequence[tuple[Observed, list[Finding]]]) -> Non
         console.print(f"\n[bold]{number}[/bold] {about}")
         first = f"{findings[0].title}. Fix: {findings[0].fix}" if findings else ""
         console.print(Padding(escape(first or verdict(observed, findings).text), (0, 0, 0, 2)))
-    console.print("\n`redline diagnose PATH` shows all findings of one.")
+    console.print("\n`redline diagnose PATH` shows all findings of one run.")

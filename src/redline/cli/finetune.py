@@ -37,7 +37,7 @@ EXAMPLES                   a file or folder of examples, or a data set on the Hu
 def run(options: argparse.Namespace) -> int:
     check_options(options)
     if options.full and any(text.strip().startswith("lora.") for text in options.set):
-        raise ConfigError("--full trains all weights and has no adapter: leave it out, or --set lora.*")
+        raise ConfigError("--full trains all weights and has no adapter: leave out --full or --set lora.*")
     if not is_hub_name(options.examples):
         find_examples(Path(options.examples).expanduser())
     named = [f"model.init_from={json.dumps(options.model)}", f"data.source={json.dumps(options.examples)}"]
@@ -51,12 +51,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _mode(model: str) -> list[str]:
-    """Text mode for a run of ours or a Hugging Face folder that has no chat template."""
+    """Choose text mode for a run of ours or a Hugging Face folder that has no chat template."""
     folder = find(Path(model))
     ours = folder in step_folders(folder.parent).values()
     told = "chat_template" in read_text(folder / "tokenizer_config.json", missing="")
     chats = told or (folder / "chat_template.jinja").is_file()
     if ours or ((folder / "config.json").is_file() and not chats):
-        status(f"{model} has no chat template: examples are plain text (prompt.mode=text)")
+        status(f"{model} has no chat template: examples are read as plain text (prompt.mode=text)")
         return ["prompt.mode=text"]
     return []

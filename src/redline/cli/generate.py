@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
     prompts = options.prompt or [""]
     ids = _prompt_ids(prompts, opened, chat=options.chat)
     context, longest = model.config.context_length, max(map(len, ids))
-    # memory is for what can come, not for what was asked
+    # reserve memory for what fits, not for what was asked
     new = min(sampling.max_new_tokens, max(1, context - min(map(len, ids))))
     sampling = replace(sampling, max_new_tokens=new)
     requests = [replace(asked, prompt=one, sampling=sampling, tag=number) for number, one in enumerate(ids)]
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     with LocalEngine(model, opened.tokenizer, **sizes, eos_ids=stops) as engine:
         for completion in engine.run(requests):
             ready[completion.request.tag, completion.sample] = completion.text
-            # in the order asked for, as soon as there
+            # print in the order asked for, each as soon as it is there
             while (at := divmod(len(texts), options.samples)) in ready:
                 texts.append({"prompt": prompts[at[0]], "sample": at[1], "text": ready.pop(at)})
                 if not options.json:

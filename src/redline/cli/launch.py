@@ -7,7 +7,7 @@ redline launch gpt2-124m --on slurm --set train.seed=1,2,3       submit an array
 redline launch gpt2-124m --on slurm --nodes 2 --dry-run          print the script for two nodes of 8 GPUs
 redline launch gpt2-124m --on ray                                leave it with a Ray cluster (RAY_ADDRESS)
 
-Values separated by commas give a run each (a list in brackets is one value), and several such options every combination.
+Values separated by commas give one run each (a list in brackets is one value); several such options give every combination.
 docs/many-machines.md has the details.
 """
 
@@ -29,14 +29,14 @@ from redline.report.view import views
 ARGUMENTS = """
 RECIPE                     a shipped recipe (see `redline recipes`) or a .toml file
 --on {local,slurm,ray}     where to run (default local)
---set TABLE.KEY=VALUE...   override a value; values separated by commas give a run each: train.lr=1e-3,3e-3
---run DIR                  the run folder; of several runs, how their names begin (default: runs/RECIPE)
---nodes N                  nodes of a run, which share its folder (default 1)
---gpus N                   GPUs of a node, a process each; 0: CPUs (default: 8 on a cluster, 1 process here)
---cpus N                   CPU cores of a node (default 48)
---memory SIZE              memory of a node (default 256G)
+--set TABLE.KEY=VALUE...   override a value; values separated by commas give one run each: train.lr=1e-3,3e-3
+--run DIR                  the run folder; for several runs, how their names begin (default: runs/RECIPE)
+--nodes N                  nodes per run, which share its folder (default 1)
+--gpus N                   GPUs per node, one process each; 0: CPUs (default: 8 on a cluster, 1 process here)
+--cpus N                   CPU cores per node (default 48)
+--memory SIZE              memory per node (default 256G)
 --time LIMIT               time limit: minutes, HH:MM:SS or D-HH:MM (default 1-00, a day)
---dry-run                  print what would be started and start nothing
+--dry-run                  print what would be started, and start nothing
 @JSON
 """
 SIZE, LIMIT = r"[1-9]\d*[KMGT]?", r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}"
@@ -61,13 +61,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """What the options ask for; refused before anything is started."""
+    """The job that the options ask for; what is wrong with it is refused before anything starts."""
     for name, value, form, example in (
         ("memory", options.memory, SIZE, "256G"),
         ("time", options.time, LIMIT, "24:00:00 or 1-00"),
     ):
         if not re.fullmatch(form, value):
-            raise ConfigError(f"--{name} is written like {example}, got {value!r}")
+            raise ConfigError(f"--{name} must look like {example}, got {value!r}")
     recipe = load_recipe(options.recipe)
     workload = recipe.workload
     gpus = options.gpus if options.gpus is not None else (8 if options.on != "local" else 1)

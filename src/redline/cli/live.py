@@ -5,9 +5,9 @@
     view.metrics(line)
     view.close()
 
-An observer (record/observe.py) of trainings, of sampling and of tests. Beside `total_steps` or `questions` a stage
+An observer (record/observe.py) of training, sampling and tests. Besides `total_steps` or `questions` a stage
 may give `max_hours`, `mfu_note` (the convention of the MFU, or why there is none), `device_bytes` and `on_gpu`.
-Data wait and time left come from the last WINDOW_STEPS updates, because a single one says little about them.
+Data wait and time left come from the last WINDOW_STEPS updates, because a single one says little.
 Nothing here may stop a run: output that cannot be written is dropped.
 """
 
@@ -59,8 +59,8 @@ LABEL, FRAME = 11, 4
 
 
 def make_view(*, quiet: bool = False, own: bool = True, stream: TextIO | None = None) -> Observer:
-    """A live panel if the stream (default: stdout) is a terminal, else plain lines; nothing if quiet. `own`: of this
-    program's run, and not of one that it watches."""
+    """A live panel if the stream (default: stdout) is a terminal, else plain lines; nothing if quiet. `own`: the view
+    shows this program's own run, not one that it watches."""
     if quiet:
         return Observers()
     stream = stream or sys.stdout
@@ -77,7 +77,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 @dataclass
 class Seen:
-    """What a view knows of the stage: how much there is to do, the last line, the recent ones."""
+    """What a view knows about the stage: how much there is to do, the last line, the recent ones."""
 
     title: str = ""
     total_steps: int | None = None
@@ -110,13 +110,13 @@ class Seen:
             return
         self.loss = loss
         if math.isfinite(loss):  # one nan would stay in the average
-            # An even average of the first lines, then one that forgets over a third of the window.
+            # A plain average of the first lines, then an exponential one over a third of the window.
             weight = max(1 / len(self.recent), 3 / WINDOW_STEPS)
             before = loss if self.smoothed_loss is None else self.smoothed_loss
             self.smoothed_loss = before + weight * (loss - before)
 
     def begin(self, facts: dict[str, Any]) -> None:
-        """An attempt at training starts; for fine-tuning, only now is the number of updates known."""
+        """Start an attempt at training: fine-tuning knows its number of updates only now."""
         self.total_steps = facts.get("updates") or self.total_steps
         self.hosts = facts.get("hosts") or self.hosts
 
@@ -164,8 +164,8 @@ def success_rate(line: dict[str, Any]) -> float | None:
 
 
 class PlainView:
-    """Prints a line at the start and end of a stage, at each tenth of it, and every PLAIN_EVERY_S; and one for
-    each event, but not for the end of the program's own run, which its command reports."""
+    """Prints a line at the start and end of a stage, at each tenth of it, every PLAIN_EVERY_S, and for
+    each event except the end of the program's own run, which its command reports."""
 
     def __init__(
         self, stream: TextIO, *, own: bool = True, clock: Callable[[], float] = time.monotonic
@@ -176,7 +176,7 @@ class PlainView:
     def metrics(self, line: dict[str, Any]) -> None:
         self._seen.add(line)
         self._waiting = True
-        due = self._clock() - self._printed_at >= PLAIN_EVERY_S  # always so for the first line
+        due = self._clock() - self._printed_at >= PLAIN_EVERY_S  # always true for the first line
         if due or self._tenth() > self._printed_tenth or self._seen.share_done() == 1.0:
             self._flush()
 
@@ -193,7 +193,7 @@ class PlainView:
             self._print(told(kind, facts))
 
     def close(self) -> None:
-        """The last update is not always the planned one: a limit in hours, an early stop, Ctrl-C."""
+        """Flush: the last update is not always the planned one: a limit in hours, an early stop, Ctrl-C."""
         if self._waiting:
             self._flush()
 
@@ -240,7 +240,7 @@ def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
 
 
 def _workers(rates: dict[str, float] | None) -> tuple[str, str, str]:
-    """How many there are, and samples a second: in the panel of the slowest and the fastest, in a line their mean."""
+    """The number of workers and their samples/s: slowest and fastest for the panel, the mean for a plain line."""
     if not rates:
         return DASH, "", ""
     slow, fast = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
@@ -262,7 +262,7 @@ def _memory_note(seen: Seen) -> str:
 
 
 def plain_line(seen: Seen) -> str:
-    """`step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  mem 1.2 GiB  wait 0.3 %  left 2 m 10 s`, or of
+    """`step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  mem 1.2 GiB  wait 0.3 %  left 2 m 10 s`, or for
     sampling `120/1,000 questions  3,400 samples  41.2 % correct  139.0k tok/s  ...`."""
     return "  ".join([seen.done(), *(short.format(value) for _, value, _, short in figures(seen) if short)])
 

@@ -1,4 +1,4 @@
-"""Show what this machine is and what it can do. Ceilings are measured once, in seconds, and kept for the machine."""
+"""Show what this machine is and what it can do. Ceilings are measured once, which takes seconds, and saved."""
 
 import argparse
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from redline.record.units import DASH, format_bytes, format_limit_share
 from redline.report.grid import show
 
 ARGUMENTS = """
---refresh   measure again instead of reading the kept result
+--refresh   measure again instead of using the saved result
 --facts     facts only: measure nothing, and do not load torch
 @JSON
 """

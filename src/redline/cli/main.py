@@ -1,6 +1,6 @@
-"""`redline`: one sub-command a verb. A command lives in the file of its name, which is imported only to run it
-or to explain it: its docstring is its help, `ARGUMENTS` what it takes (arguments.py; of several verbs a table),
-and `run` does it.
+"""`redline`: one sub-command per verb. A command lives in the file of its name, which is imported only to run or
+explain it: its docstring is its help, `ARGUMENTS` lists its arguments (arguments.py; a table if it has several
+verbs), and `run` runs it.
 
 A user's mistake is one line on standard error and a non-zero exit code; anything else keeps its traceback.
 """
@@ -49,7 +49,7 @@ GROUPS = {
         "export": "write a run's weights as a Hugging Face folder",
     },
     "Prove it": {
-        "verify": "prove that what a plan says is really on",
+        "verify": "prove that everything a plan says is in effect",
         "optimizations": "every optimisation: who claims what, and which apply",
         "ablate": "measure each optimisation on a recipe, claimed beside measured",
         "okadfa": "kernel attention and feedback alignment, part by part",
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         signal.signal(signal.SIGINT, _interrupt)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may know less than UTF-8
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may not support all of UTF-8
             stream.reconfigure(errors="replace")
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     avoid_broken_amx(os.environ)
@@ -148,21 +148,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # the reader (head, less) has gone; what is left must not be written when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:  # a path that the user gave, where nothing more can be said about it
+    except OSError as error:  # a path that the user gave; nothing more is known about it
         if error.errno not in REFUSALS or error.filename is None:
             raise
         return _say(StorageError(f"{error.filename}: {error.strerror}; choose another path"))
 
 
 def _say(error: RedlineError) -> int:
-    """Print the message on one line, though it may quote what stood in a file."""
+    """Print the message on one line, even if it quotes a file."""
     line = visible(str(error).replace("\n", " "))
     print(f"redline: {line[:LONGEST_MESSAGE]}", file=sys.stderr)
     return error.exit_code
 
 
 def _interrupt(number: int, _frame: object) -> None:
-    """Unwind at the first Ctrl-C; those that follow would each break into the unwinding, and print where."""
+    """Unwind at the first Ctrl-C and ignore the next: each would interrupt the unwinding and print a traceback."""
     signal.signal(number, signal.SIG_IGN)
     sys.excepthook = lambda *_: None  # what fails now fails because of it
     sys.unraisablehook = lambda _: None

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         lrs = [float(text) for text in (options.lrs or "1e-3,3e-3,1e-2").split(",")]
     except ValueError as error:
-        raise ConfigError(f"--lrs takes numbers with commas between them, got {options.lrs!r}") from error
+        raise ConfigError(f"--lrs takes numbers separated by commas, got {options.lrs!r}") from error
     if not all(0 < lr < math.inf for lr in lrs):
         raise ConfigError(f"--lrs must be finite and above 0, got {options.lrs!r}")
     recipe, facts = recipe_of(options), read_facts()

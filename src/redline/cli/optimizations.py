@@ -60,7 +60,7 @@ def _row(entry: Optimization) -> Row:
 
 
 def _of_a_log(options: argparse.Namespace) -> None:
-    """The entries that fix what a log shows, with what they would bring there."""
+    """Print the entries that fix what a log shows, with their predicted gain."""
     if options.as_ or options.set:
         raise ConfigError("--as and --set are for a recipe: a log has its own GPU and settings")
     observed = read(Path(options.recipe))
@@ -90,11 +90,11 @@ def _why_not(entry: Optimization, recipe: Recipe, name: str, hardware: Hardware)
     if entry.standing == "thrown out":
         return "built, measured and thrown out"
     if entry.standing == "recipe":
-        return "another training: a matter of the recipe"
+        return "changes the training: set it in the recipe"
     workloads = {part.workload for part in study(name, recipe.workload)}
     if not workloads & set(entry.workloads):
         studied = " and ".join(sorted(workloads))
-        return f"for {' and '.join(entry.workloads)}, and this recipe's study is of {studied}"
+        return f"for {' and '.join(entry.workloads)}; this recipe's study covers {studied}"
     return entry.why_not(recipe, hardware)
 
 

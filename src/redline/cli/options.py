@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def recipe_of(options: argparse.Namespace, *more: str, runs: Sequence[str] = ()) -> Recipe:
-    """The recipe with what the user set. A command that trains says which workloads it `runs`. A shape that the recipe
-    leaves out is read from the weights it starts from, which needs torch: what can be refused is refused before."""
+    """The recipe with the user's overrides. A command that trains says which workloads it `runs`. A shape that the recipe
+    leaves out is read from the initial weights, which needs torch: everything else is checked before."""
     preset = getattr(options, "preset", None)
     recipe = load_recipe(options.recipe, [*options.set, *more], preset=preset, say=status)
     if runs:
@@ -53,7 +53,7 @@ def _check_run(name: str, recipe: Recipe, workloads: Sequence[str]) -> None:
 
 
 def name_of(options: argparse.Namespace, recipe: Recipe) -> str:
-    """A shipped recipe as the user knows it: nano and okadfa/nano both have the name nano."""
+    """The name as the user typed it: nano and okadfa/nano are both called nano inside."""
     given: str = options.recipe
     return given if given in shipped() and recipe.name == given.rpartition("/")[2] else recipe.name
 
@@ -70,7 +70,7 @@ def verb_of(workload: str) -> tuple[str, ...]:
 
 
 def ceilings_of(facts: MachineFacts, *, refresh: bool = False) -> Ceilings:
-    """What this machine can do at best, measured now if that is not known; only then is torch imported."""
+    """The machine's ceilings, measured now if they are not known; only then is torch imported."""
     if not refresh and (kept := cached(facts)) is not None:
         return kept
     from redline.machine.ceilings import load_or_measure
@@ -103,8 +103,8 @@ def on_ray(options: argparse.Namespace) -> "OnRay | None":
 
 
 def tokenise(recipe: Recipe) -> None:
-    """Tokenise the corpus of pre-training unless that is done, and show the progress: it must not be part of a
-    measurement. A stream is tokenised as it is read."""
+    """Tokenise the pre-training corpus unless that is done, and show progress: no measurement may include it. A stream is
+    tokenised as it is read."""
     if recipe.workload == "pretrain" and not recipe.data.stream:
         prepare(recipe.data, recipe.model.vocab_size, progress=byte_progress("tokenising"))
 

@@ -1,7 +1,7 @@
 """Show how a recipe would be executed: every value with its reason and source, predicted memory and speed.
 Needs no GPU and no torch.
 
-redline plan gpt2-124m --as a100-40g        for a GPU that is not here; for one that is not in the table, its figures:
+redline plan gpt2-124m --as a100-40g        for another GPU; if it is not in the table, give its figures:
             --as "memory=24GB,bf16=165,bandwidth=1008GB/s" (dense TFLOP/s; also fp16, tf32, fp32, fp8)
 redline plan gpt-1.3b --as 64xh100-80g      for many: communication, tokens/s, GPU-hours and where more GPUs stop paying, for 1,
             8, 16, 32 and 64 of them; "64xh100-80g,network=25GB/s,node=4" for other links (GB/s of one GPU, each way)
@@ -40,8 +40,8 @@ from redline.report.grid import Output, show
 ARGUMENTS = f"""
 @RECIPE
 --as GPU         plan for this GPU: {", ".join(SPECS)}, or its figures; 8xGPU for eight
---nproc N        processes, one a GPU (default: as many as --as says, else 1)
---price NUMBER   price of one GPU-hour: what the run costs on many GPUs
+--nproc N        processes, one per GPU (default: as many as --as says, else 1)
+--price NUMBER   price of a GPU-hour, to show what the run costs on many GPUs
 --profile NAME   upper bounds of a named profile: a100-80g, a100-40g, v100-32g, conservative
 @PREFER
 --save FILE      write the plan as JSON
@@ -120,7 +120,7 @@ def chosen(options: argparse.Namespace, recipe: Recipe, world_size: int, nodes: 
 
 def _tuned(options: argparse.Namespace, recipe: Recipe, rules: Plan, say: Say) -> Plan:
     """The plan that tuning found for the same work, else the rules' plan; says which."""
-    # Only here, because it takes a tenth of what a start without it does before torch.
+    # Imported here because it adds a tenth to the start-up before torch.
     from redline.tune.store import tuned_plan, tuning_folder
 
     folder = tuning_folder(read_facts(), rules)
@@ -177,5 +177,5 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
         console.print(
             "speed: no measured or datasheet rate is known for this hardware; run `redline machine`"
             if recipe.workload == "pretrain"
-            else "speed: depends on the lengths of the examples, which are known when they are read"
+            else "speed: depends on the lengths of the examples, known only once they are read"
         )

@@ -27,15 +27,15 @@ ARGUMENTS = """
 RECIPE...                  shipped recipes or .toml files; RECIPE@TABLE.KEY=VALUE is a variant of one
 --set TABLE.KEY=VALUE...   override a value of every recipe
 --seeds N                  runs of each recipe (default 3)
---target NUMBER            end a run at this validation loss
---seconds SECONDS          end a run after this time of training; the schedules decay to it
+--target NUMBER            end a run once it reaches this validation loss
+--seconds SECONDS          end a run after this much training; the schedules end there too
 --out DIR                  the folder (default runs/race)
 --against FILE             compare with the race.json of an earlier race on this kind of machine
 @JSON
 """
 
 WIDEST_NAME = 30
-"""A longer one leaves no room for the table's figures."""
+"""A longer name leaves no room for the table's figures."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,9 +46,9 @@ def run(options: argparse.Namespace) -> int:
     race.check(arms)
     facts, result_here = read_facts(), (options.out / race.RESULT).resolve()
     if options.against and options.against.resolve() == result_here:
-        raise ConfigError(f"{options.against} is what this race writes: give another --out")
+        raise ConfigError(f"{options.against} is the file this race writes: give another --out")
     before = race.recorded(options.against, arms, facts, options.seeds) if options.against else None
-    ceilings_of(facts)  # or the first run would measure them, and its start-up would count it
+    ceilings_of(facts)  # otherwise the first run's start-up would include measuring them
     tokenise(arms[0].recipe)
     result = race.race(
         arms, options.out, facts, seeds=options.seeds, train=race.train_in_process, progress=status
@@ -69,7 +69,7 @@ def _arm(text: str, sets: list[str]) -> race.Arm:
     name, *own = text.split("@")
     recipe = load_recipe(name, [*sets, *own], say=status)
     if not recipe.model.is_shaped:
-        raise ConfigError(f"{name}: a race is between models with a shape: give [model] in the recipe")
+        raise ConfigError(f"{name}: a race needs the model's shape: give [model] in the recipe")
     label = "@".join([name.removesuffix(".toml"), *own])
     return race.Arm(re.sub(r"[^\w.=+-]+", "-", label).strip("-."), recipe)
 
@@ -95,9 +95,9 @@ def _print(result: race.Result, folder: Path) -> None:
         for why in lane.failed:
             print(f"  a run failed: {why}")
     early = any(cell.startswith(race.AT_MOST) for row in table for cell in row)
-    unknown = " ≤: already there at the first validation, so the time is not known." if early else ""
+    unknown = " ≤: reached by the first validation, so the exact time is not known." if early else ""
     out.print(
-        "Median of the seeds [lowest, highest]; seconds from the command on, validations included; net: without start-up;"
+        "Median of the seeds [lowest, highest]; seconds since the command, validations included; net: without start-up;"
         f" speed-up against the first recipe, 90 % interval.{unknown}{'' if measured else ' No joules: no GPU counts them here.'}"
     )
     print(f"written to {folder / race.RESULT}; the curves of the first seed: {folder / 'report.html'}")

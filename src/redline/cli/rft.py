@@ -1,4 +1,4 @@
-"""Rejection-sampling fine-tuning: sample many answers a question, keep the correct ones, train on them, test
+"""Rejection-sampling fine-tuning: sample many answers per question, keep the correct ones, train on them, test
 before and after.
 
 redline rft run rft/units-smollm2 --set model.init_from=SmolLM2.gguf --set task.data=units/
@@ -59,7 +59,7 @@ ARGUMENTS = {
     "test": f"""greedy accuracy and answer rate on held-out questions
 {STAGE}
 {ROWS}
---weights {{base,answers,samples}}   only these (default: all there are)""",
+--weights {{base,answers,samples}}   the weights to test (default: all there are)""",
     "stats": """what the samples of a run say: solved share, pass@k, speed, hardest questions
 RUN   the run folder
 @JSON""",
@@ -141,7 +141,7 @@ def _one_stage(session: "Session", options: argparse.Namespace) -> Any:
 
 
 _NAMES = {"base": "before", "answers": "after plain fine-tuning on the answers", "samples": "after RFT"}
-_APART = {"in_train": "in the training data too", "unseen": "not in training data"}
+_APART = {"in_train": "also in the training data", "unseen": "not in training data"}
 
 
 def describe(recipe: Recipe, folder: Path) -> str:
@@ -150,7 +150,7 @@ def describe(recipe: Recipe, folder: Path) -> str:
     assert recipe.task is not None
     return (
         f"{recipe.name}: {recipe.model.init_from} on task {recipe.task.name}, {recipe.sample.samples_per_question}"
-        f" samples a question at temperature {recipe.sample.temperature} from {sampler}, run folder {folder}"
+        f" samples per question at temperature {recipe.sample.temperature} from {sampler}, run folder {folder}"
     )
 
 
@@ -172,19 +172,19 @@ def print_stage(verb: str, found: Any, folder: Path) -> None:
     print(f"run folder: {name}")
     print(f"  redline report {name}                  accuracies, samples, speed, as one page")
     print(f"  redline diagnose {name}                what would make it faster")
-    print(f"  redline rft export {name} rft.json     the correct answers; rft stats: figures of the samples")
+    print(f"  redline rft export {name} rft.json     the correct answers; rft stats: sample figures")
 
 
 def _print_sampled(found: dict[str, Any]) -> None:
     speed = format_rate(found["tokens"] / found["elapsed_s"] if found["tokens"] else None, "tok")
     correct = format_share(found["correct"] / max(1, found["samples"]))
     solved = f"{found['solved']:,} of {found['questions']:,} questions solved"
-    drawn = speed if found["drawn"] else "none drawn now"
+    drawn = speed if found["drawn"] else "none drawn this time"
     print(f"samples: {found['samples']:,}, {correct} correct; {solved}; {drawn}")
     if found["cut"]:
-        print(f"{found['cut']:,} of them ran out of tokens, counted as wrong: raise sample.max_new_tokens")
+        print(f"{found['cut']:,} of them ran out of tokens and count as wrong: raise sample.max_new_tokens")
     if failures := found["scorer_failures"]:
-        print(f"the scorer failed on {failures:,} of them, counted as wrong (`redline rft export` says why)")
+        print(f"the scorer failed on {failures:,} of them (counted as wrong; `redline rft export` says why)")
 
 
 def _print_trained(found: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ def _print_trained(found: dict[str, Any]) -> None:
 
 
 def print_accuracies(lines: list[dict[str, Any]]) -> None:
-    """A row a test, and below it its questions that were in the training data and those that were not."""
+    """Print a row per test, and below it its questions that were in the training data and those that were not."""
     rows = []
     for line in lines:
         rows.append((_NAMES[line["weights"]], *_shares(line)))
@@ -204,9 +204,9 @@ def print_accuracies(lines: list[dict[str, Any]]) -> None:
     for line in lines:
         name, cut, failed = _NAMES[line["weights"]], line["cut"], line["scorer_failures"]
         if cut:
-            print(f"{name}: {cut:,} answers ran out of tokens, counted as wrong")
+            print(f"{name}: {cut:,} answers ran out of tokens and count as wrong")
         if failed:
-            print(f"{name}: the scorer failed on {failed:,} answers, counted as wrong")
+            print(f"{name}: the scorer failed on {failed:,} answers, which count as wrong")
 
 
 def _shares(line: dict[str, Any]) -> list[str]:
@@ -221,7 +221,7 @@ def print_stats(found: dict[str, Any]) -> None:
     rows = [
         ("questions", f"{asked}, {found['solved']:,} solved ({share(found['solved_share'])})"),
         ("samples", f"{drawn}, {found['correct']:,} correct ({share(found['success_rate'])})"),
-        ("cut off", f"{found['cut']:,} ran out of tokens (sample.max_new_tokens), counted as wrong"),
+        ("cut off", f"{found['cut']:,} ran out of tokens (sample.max_new_tokens) and count as wrong"),
         ("distinct", f"{found['distinct_correct']:,} correct answers that differ in more than spelling"),
         ("tokens", f"{format_count(found['tokens'])}, {speed} while sampling"),
         ("pass@k", "  ".join(f"{k}: {value:.3f}" for k, value in found["pass_at"].items())),

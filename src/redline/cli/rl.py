@@ -1,4 +1,4 @@
-"""Reinforcement learning from verifiable rewards: the model answers, scorers say how well, and its weights follow.
+"""Reinforcement learning from verifiable rewards: the model answers, scorers grade it, and its weights learn.
 
 redline rl run rl/demo                               GRPO on the shipped model, half a minute on a CPU
 redline rl run rl/guru-8gpu --nproc 8 --dry-run      the plan for eight processes, and nothing else
@@ -7,7 +7,7 @@ redline rl doctor rl/demo                            before training: solve rate
 redline rl compare runs/baseline runs/pcgrad         accuracy of every domain with intervals, conflicts, cost
 
 If the run is stopped or killed, run the same command again and it resumes; Ctrl-C stops it with a checkpoint. The result
-is RUN/adapter (RUN/model where all weights learn).
+is RUN/adapter (RUN/model if all weights learn).
 """
 
 import argparse
@@ -134,14 +134,14 @@ def print_doctor(report: "Report") -> None:
             "generation", format_duration(report.generate_s),
             f"a step, at the {report.generate_tokens_per_s:,.0f} tokens/s seen here",
         ),
-        ("scoring", format_duration(report.scoring_s), "a step; hidden behind generation as far as it is shorter"),
+        ("scoring", format_duration(report.scoring_s), "a step; overlaps with generation"),
         ("update", format_duration(report.update_s), "a step, predicted" if report.update_s else "not predicted on a CPU"),
         ("sandbox", report.sandbox.partition(";")[0], report.sandbox.partition("; ")[2]),
     ]  # fmt: skip
     print()
     show(("", "", ""), rows)
     print()
-    for line in report.advice or ["Nothing to change was found."]:
+    for line in report.advice or ["Found nothing to change."]:
         print(visible(line))
 
 

@@ -86,7 +86,7 @@ def _score(options: argparse.Namespace, questions: list[Question]) -> None:
     print(f"{len(items):,} completions of {found['questions']:,} questions, {options.split} split")
     if failures:
         first = visible(failures[0])
-        print(f"the scorer failed on {len(failures):,} of them, counted as wrong; the first: {first}")
+        print(f"the scorer failed on {len(failures):,} of them, which count as wrong; the first: {first}")
 
 
 def _answers(options: argparse.Namespace, questions: list[Question]) -> list[tuple[Question, str]]:

@@ -51,7 +51,7 @@ from redline.train.places import resolve
 
 ARGUMENTS = """
 @RECIPE
---steps N   updates of the run, as --set train.steps=N: 100 for a smoke test, into which the warm-up is made to fit
+--steps N   updates in the run, like --set train.steps=N: 100 for a smoke test; the warm-up is shortened to fit
 @RUN
 @JSON
 """
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """What can be refused before torch is imported."""
+    """Refuse what can be refused before torch is imported."""
     nodes_of(options)
     check_names(options.export)
     if options.fork is not None and options.run is None:
@@ -81,14 +81,14 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def nodes_of(options: argparse.Namespace) -> tuple[int, int]:
-    """The least and the most machines."""
+    """The minimum and the maximum number of machines."""
     least, _, most = options.nnodes.partition(":")
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", options.nnodes) or int(most or least) < int(least):
         raise ConfigError(f"--nnodes takes a number or MIN:MAX, like 2 or 1:4, got {options.nnodes!r}")
     place = re.fullmatch(r"[^\s:]+:(\d{1,5})", options.rdzv or "")
     if int(most or least) > 1 and (place is None or int(place[1]) >= 2**16):
         got = f"got {options.rdzv!r}" if options.rdzv else "it is missing"
-        raise ConfigError(f"--nnodes {options.nnodes} needs --rdzv HOST:PORT, the same on all of them; {got}")
+        raise ConfigError(f"--nnodes {options.nnodes} needs --rdzv HOST:PORT, the same on each; {got}")
     return int(least), int(most or least)
 
 
@@ -116,7 +116,7 @@ def train(options: argparse.Namespace, recipe: Recipe, **how: Any) -> int:
 
 
 def end_with_launcher() -> None:
-    """A process that another one started (`--nproc`, `redline race`) does not outlive it."""
+    """End this process when the one that started it (`--nproc`, `redline race`) ends."""
     if processes.LAUNCHER in os.environ:
         from redline.measure.process import end_with
 
@@ -152,7 +152,7 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
     startup.mark("import")
     set_allocator(plan)
     with join(plan.hardware.kind) as alone:
-        if nodes > 1:  # they may differ in what was measured on them
+        if nodes > 1:  # nodes may have measured different ceilings
             plan = from_json(alone.all_of(to_json(plan))[0], where="the plan of the first node")
         process = replace(alone, replicas=plan.world_size // plan.shards)
         startup.mark("device")

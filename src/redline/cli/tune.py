@@ -4,8 +4,8 @@ killed, run the same command again: finished trials are not repeated.
 
 redline tune nano --minutes 2
 redline tune gpt2-124m --set data.source=data/wiki
-redline tune rft/demo                                  the update of a fine-tuning
-redline tune nano --quality --seconds 30               the winner must train as well, over three seeds
+redline tune rft/demo                                  the update of fine-tuning
+redline tune nano --quality --seconds 30               the winner must also train equally well, over three seeds
 """
 
 import argparse
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def judge_of(options: argparse.Namespace, folder: Path, facts: MachineFacts) -> Judge | None:
-    """Who trains both arms to the end, if --quality asks for it."""
+    """The judge that trains both arms to the end, if --quality asks for it."""
     if not options.quality:
         return None
     return Judge(
@@ -68,7 +68,7 @@ def judge_of(options: argparse.Namespace, folder: Path, facts: MachineFacts) -> 
 
 
 def train_command(options: argparse.Namespace, workload: str = "pretrain") -> str:
-    """What trains with the plan that was found. A plan from a file holds its pins and takes no others."""
+    """The command that trains with the plan found. A plan from a file holds its pins and takes no others."""
     kept = [text for text in options.set if not (options.out and text.strip().startswith("plan."))]
     sets = [part for text in kept for part in ("--set", text)]
     plan = str(options.out / "plan.json") if options.out else "auto"
@@ -87,7 +87,7 @@ def print_result(plan: Plan, result: TuningResult, folder: Path) -> None:
         " CPU resident)"
     )
     if any(_brief(row) for row in result.rows):
-        console.print("* given up after fewer rounds, each of them 3 % slower or more: 87.5 %")
+        console.print("* stopped after fewer rounds, each at least 3 % slower: 87.5 %")
     console.print(f"\n{gain(result)}", style="bold")
     if (quality := result.quality) is not None:
         stays = "" if quality.passed else f"; {result.against} stays"
@@ -110,7 +110,7 @@ def _table(rows: Sequence[TrialRow]) -> Grid:
         ratio = f"{found.ratio:.3f}x [{found.low:.3f}, {found.high:.3f}]{star}" if found else DASH
         predicted = f"{row.predicted:.2f}x" if row.predicted is not None else DASH
         shown.append((row.name, speed, ratio, row.verdict, predicted, format_bytes(row.memory_bytes)))
-    columns = ("trial", "tokens/s", "against the best then", "verdict", "predicted", "memory")
+    columns = ("trial", "tokens/s", "against the best so far", "verdict", "predicted", "memory")
     return Grid(columns, shown, right=(1, 2, 4), named_below=True)
 
 

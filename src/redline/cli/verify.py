@@ -1,5 +1,5 @@
-"""Prove on this machine that what the plan says is really on, and that loss and gradients agree with the fp32
-reference. For an RFT or RL recipe: what its update and its generation promise.
+"""Prove on this machine that everything the plan says is in effect, and that loss and gradients agree with the fp32
+reference. For an RFT or RL recipe: that its update and its generation do what they promise.
 
 redline verify gpt2-124m                     the plan that `redline train` would make
 redline verify gpt2-124m --plan auto         the one that `redline tune` found

@@ -1,7 +1,7 @@
 """Watch a run from its folder: the live view that its own terminal shows, with what `redline diagnose` finds, or the
 report's page as it grows. Needs no torch.
 
-redline watch runs/nano                  ends when the run does, or is killed
+redline watch runs/nano                  until the run ends or is killed
 redline watch runs/nano --web            the page, on 127.0.0.1 only; Ctrl-C ends it
 """
 
@@ -26,7 +26,7 @@ from redline.report.view import RunView, accuracies
 PORT = 8765
 ARGUMENTS = f"""
 RUN        the run folder
---web      as a page on 127.0.0.1 that keeps up, instead of in the terminal
+--web      show a page on 127.0.0.1 that updates itself, instead of the terminal view
 --port N   port of the page (default: {PORT}; 0 for any free one)
 """
 LOOK_EVERY_S = 0.5
@@ -78,7 +78,7 @@ def _follow(folder: Path, place: Path, view: Observer) -> Path | None:
                 view.metrics(record | ({"loss": math.nan} if record.get("loss", 0.0) is None else {}))
         seen, told = len(found.metrics), len(found.events)
         notes.tell(watched.shown(found))
-        # On another machine only silence tells, and the run may go on.
+        # Of a run on another machine we only see silence, and it may still be alive.
         if not found.state.over and found.state.ending != "running":
             notes.once(f"{found.state.ending} (Ctrl-C to stop watching)")
         if found.state.ending == "killed":

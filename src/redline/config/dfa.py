@@ -12,18 +12,18 @@ DfaDepth = Literal["block", "layer"]
 @dataclass(frozen=True, kw_only=True)
 class DfaConfig:
     """Each block (or layer) learns from the error of the output, carried to it by a fixed random matrix (or, with
-    error `residual`, as it is)."""
+    error `residual`, unchanged)."""
 
     error: DfaError = "logits"
-    """The error that is fed back: the loss's gradient at the logits (vocab_size numbers a token), or at what the
-    head reads (hidden_size numbers: far less work, but the head cannot align with the feedback, and the blocks
-    learn less; docs/okadfa.md). `residual`: no random matrix; every block gets the gradient at the top of the residual
-    stream as it is, which is its own but for what the blocks above do with its output."""
+    """The error that is fed back: the loss's gradient at the logits (vocab_size numbers per token), or at the head's
+    input (hidden_size numbers: far less work, but the head cannot align with the feedback, and the blocks learn
+    less; docs/okadfa.md). `residual`: no random matrix; every block gets the gradient at the top of the residual
+    stream unchanged, which is its own except for what the blocks above do with its output."""
     feedback: DfaFeedback = "dense"
     """Keep the random matrices in memory, or draw them from the seed whenever they are needed."""
     shared: bool = False
-    """One matrix for the embedding and all blocks (layer by layer: one set of matrices for all blocks): the error
-    is multiplied once a pass, and not once a block."""
+    """Use one matrix for the embedding and all blocks (layer by layer: one set of matrices for all blocks): the error is
+    multiplied once per pass instead of once per block."""
     depth: DfaDepth = "block"
     """`block`: back-propagation inside a block, feedback between blocks (the hybrid). `layer`: feedback to each of
     a block's four matrices, and back-propagation through a nonlinearity at most."""

@@ -20,7 +20,7 @@ def data_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def unlike_data(first: Recipe, second: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Where two recipes differ in that; empty: their validation losses compare."""
+    """How two recipes differ in those values; empty if their validation losses are comparable."""
     return _unlike(data_of(first), data_of(second))
 
 
@@ -29,7 +29,7 @@ def _unlike(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, An
 
 
 def flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, by `table.key`."""
+    """Nested tables as one flat table, by `table.key`."""
     found: dict[str, Any] = {}
     for key, value in tables.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

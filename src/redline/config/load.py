@@ -84,7 +84,7 @@ def _from_table(table: dict[str, Any], where: str) -> Recipe:
 
 
 _EITHER = {"steps": "epochs", "warmup_steps": "warmup_fraction"}
-"""Two ways to say one thing."""
+"""Pairs of keys that say one thing in two ways."""
 
 
 def _replace_the_other(table: dict[str, Any], named: set[str]) -> None:
@@ -162,7 +162,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        kinds = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+        kinds = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
         raise ConfigError(f"{where} must be {kinds.get(hint, hint)}, got {value!r} ({type(value).__name__})")
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"{where} must be a finite number, got {value}")

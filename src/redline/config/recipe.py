@@ -34,9 +34,9 @@ UpdateKernels = Literal["fused", "foreach", "loop"]
 PromptMode = Literal["chat", "text"]
 
 IGNORED = -100
-"""A target that counts for nothing; the value that torch's cross entropy takes by default."""
+"""A target that the loss ignores; torch's cross entropy ignores this value by default."""
 PIECES = 4
-"""Into how many a sequence is cut while the length of sequences ramps up."""
+"""Pieces that a sequence is cut into while the sequence length ramps up."""
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -93,7 +93,7 @@ class ModelConfig:
 
     @property
     def own(self) -> str | None:
-        """What no format but ours can hold, as `name value`."""
+        """The value that only our format can hold, as `name value`."""
         return None if self.attention == "softmax" else f"model.attention {self.attention}"
 
     @property
@@ -133,7 +133,7 @@ class TrainConfig:
     lr: float
     """Peak learning rate (of AdamW's parameters under Muon)."""
     length_ramp_steps: int = 0
-    """Updates at first on sequences cut into four, each read from position 0 on; 0: none."""
+    """Initial updates on sequences cut into four, each piece read from position 0; 0: none."""
     steps: int = 0
     """Updates in the run; fine-tuning may give `epochs` instead."""
     epochs: int = 0
@@ -148,9 +148,9 @@ class TrainConfig:
     muon_warmup_steps: int = 0
     """Updates in which Muon's momentum rises from 0.85 to 0.95."""
     muon_normalize: bool = False
-    """Whether all rows of Muon's updates are brought to one size, by a running average (NorMuon)."""
+    """Whether to scale all rows of Muon's updates to one size, by a running average (NorMuon)."""
     softmax_candidates: int = 0
-    """Tokens over which the softmax of an update is taken: all its targets, and a uniform sample of the others that stands
+    """Tokens in the softmax of an update: all its targets, and a uniform sample of the others that stands
     for the rest; 0: the whole vocabulary, as in every validation."""
     weight_decay: float = 0.1
     beta1: float = 0.9
@@ -181,7 +181,7 @@ class TrainConfig:
     early_stop_evals: int = 0
     """Stop after this many validations in a row without a better loss; 0: never."""
     target_loss: float | None = None
-    """Stop once the validation loss is this low; the schedule does not know of it. Needs `eval_every`."""
+    """Stop once the validation loss is this low; the schedule ignores it. Needs `eval_every`."""
     diagnose_every: int | None = None
     """Updates between comparisons of feedback alignment with back-propagation, and of kernel attention with exact
     attention; not given: as often as 2 % of the time allows; 0: never."""
@@ -225,7 +225,7 @@ class PromptConfig:
     shots: int | None = None
     """Examples before the question, when sampling and in the test before training; not given: all."""
     trained_shots: int | None = None
-    """The same when training and in the test after it; not given: as `shots`."""
+    """The same when training and in the test after it; not given: the same as `shots`."""
 
     def shots_of(self, *, trained: bool) -> int | None:
         return self.trained_shots if trained and self.trained_shots is not None else self.shots
@@ -292,19 +292,19 @@ class Recipe:
 
     @property
     def identity(self) -> str:
-        """Hash of what a resumed run may not change: the fingerprint without when the run ends."""
+        """Hash of what a resumed run may not change: the fingerprint, except for when the run ends."""
         tables = self.defining()
         tables["train"] = {name: value for name, value in tables["train"].items() if name not in ENDS}
         return fingerprint_of(tables)
 
     @property
     def work(self) -> str:
-        """Hash of what decides the work of one update: if it is equal, speeds compare and a tuned plan holds."""
+        """Hash of what decides the work of one update: if it is equal, speeds are comparable and a tuned plan holds."""
         free = ("init_from", "init_std", "zero_init", "norm_eps")
         model = {name: value for name, value in asdict(self.model).items() if name not in free}
         update = {name: getattr(self.train, name) for name in ("batch_size", "optimizer", "rule")}
         update |= asdict(self.feedback) if self.feedback else {}
-        if self.train.orthogonality:  # more work, and while it warms up none that a CUDA graph can repeat
+        if self.train.orthogonality:  # more work, and a CUDA graph cannot repeat it while it warms up
             update["orthogonality_warms_up"] = self.train.orthogonality_warmup_steps > 0
         if self.train.softmax_candidates:
             update["softmax_candidates"] = self.train.softmax_candidates
@@ -335,7 +335,7 @@ class Recipe:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What decides the text of sample n of a question, beside the weights."""
+        """What decides the text of sample n of a question, besides the weights."""
         drawn = ("temperature", "top_p", "top_k", "max_new_tokens")
         task = {name: getattr(self.task, name) for name in ("name", "data", "split")}
         prompt = {"mode": self.prompt.mode, "shots": self.prompt.shots}
@@ -364,7 +364,7 @@ TABLES: dict[str, tuple[str, ...]] = {
 CADENCE = (
     "eval_every", "eval_sequences", "diagnose_every", "checkpoint_every", "keep_checkpoints", "target_loss",
 )  # fmt: skip
-"""Fields of `train` that say how often something is looked at or kept, or at which loss to stop: they do not change
+"""Fields of `train` that say how often to evaluate or save, or at which loss to stop: they do not change
 what an update computes, and may change when a run is resumed."""
 ENDS = ("steps", "epochs", "max_hours", "early_stop_evals")
 """Fields of `train` that say when a run ends: a run resumed with other values is extended, and says so."""
@@ -386,7 +386,7 @@ def fingerprint_of(what: Any) -> str:
 
 
 def later_round(recipe: Recipe, before: str) -> Recipe:
-    """The recipe of the next round: what was trained in that folder writes the samples, asked as it was trained."""
+    """The recipe of the next round: the model trained in that folder writes the samples, prompted as it was trained."""
     own = recipe.sample
     sample = replace(own, sampler=before, server=None, server_model=None, temperature=own.later_temperature)
     prompt = replace(recipe.prompt, shots=recipe.prompt.shots_of(trained=True))

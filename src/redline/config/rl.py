@@ -18,7 +18,7 @@ class RlConfig:
     domains: tuple[str, ...]
     """Tasks (`redline tasks`) whose questions are asked; every step asks some of each."""
     weights: tuple[float, ...] = ()
-    """Shares of the domains in a step, in their order; not given: equal ones."""
+    """Each domain's share of a step, in their order; not given: equal shares."""
     data: str | None = None
     """Folder whose sub-folders, named after the domains, hold their files; without one a domain generates questions."""
     rows: int | None = None
@@ -44,14 +44,14 @@ class RlConfig:
     importance_cap: float = 2.0
     """Highest factor that corrects a token for the difference between engine and trainer; 0: no correction."""
     max_versions_behind: int = 1
-    """With workers apart from the trainer (`--on ray`): updates that the weights of an answer may lack. 1 draws the next
-    step's answers while this one is learnt from; 0 waits for the newest weights, as a run on one machine always does."""
+    """With separate workers (`--on ray`): how many updates the weights behind an answer may lack. 1 draws the next step's
+    answers while the trainer learns from this step's; 0 waits for the newest weights, as a run on one machine does."""
     refills: int = 2
     """Times per step that questions whose answers all earned the same reward are replaced by others."""
     critic_lr: float = 1e-5
     """Peak learning rate of the critic (ppo)."""
     pcgrad: PcGrad = "off"
-    """What happens if the gradients of domains point against each other: `watch` reports it; `global` and `tensor`
+    """What to do if the gradients of domains point against each other: `watch` reports it; `global` and `tensor`
     project them (PCGrad), over all weights or tensor by tensor. All three keep the domains' gradients apart, which takes
     memory for each domain but one."""
 

@@ -60,7 +60,7 @@ _BETWEEN: dict[str, dict[str, tuple[float, float]]] = {
 
 def _ranges(recipe: Recipe) -> Iterator[Rule]:
     """Rules about single values."""
-    # the run folder is named by it, under runs/
+    # it names the run folder, under runs/
     parts = recipe.name.split("/")
     fits = all(p.isprintable() and not p.startswith((".", " ")) and 0 < len(p) <= 100 for p in parts)
     named = f"name must be printable, at most 100 characters long, and not a path; got {recipe.name!r:.120}"

@@ -175,7 +175,7 @@ def _build_into(
             tokenizer = _claim(out, inputs, given)
             own = segments(out, inputs)[part - 1 :: parts]
             _write(own, inputs, tokenizer, workers or cpu_cores(), progress)
-            # Let go before asking, so that of several that finish together the last one gets it.
+            # Release it before asking, so that of several that finish together the last one gets it.
             fcntl.flock(lock, fcntl.LOCK_UN)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX if parts == 1 else fcntl.LOCK_EX | fcntl.LOCK_NB)

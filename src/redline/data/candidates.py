@@ -1,4 +1,4 @@
-"""The tokens over which the softmax of an update is taken, where that is not the whole vocabulary.
+"""The tokens in the softmax of an update, where that is not the whole vocabulary.
 
     words = draw(targets, size=16_384, vocab_size=50_304, seed=0)
 
@@ -34,7 +34,7 @@ def draw(targets: NDArray[np.int64], *, size: int, vocab_size: int, seed: int) -
         raise ConfigError(
             f"train.softmax_candidates={size} is too few for an update with {len(wanted):,} different targets:"
             f" {max(0, sampled):,} would stand for {len(others):,} other tokens, and one may stand for {MOST} at"
-            " most. Raise it; a run that has a checkpoint goes on from there with --fork RUN --run NEW"
+            " most. Raise it; a run that has a checkpoint continues from there with --fork RUN --run NEW"
         )
     # The smallest of raw draws, which numpy keeps stable; `Generator.choice` may change with a version.
     keys = np.random.PCG64([seed, zlib.crc32(targets.tobytes())]).random_raw(len(others))

@@ -72,7 +72,7 @@ def read_chats(path: Path) -> Chats:
 
 
 def rows_of(path: Path) -> Iterator[Any]:
-    """The rows of one file, which is not held as a whole but for JSON; for a line that is not JSON, the error."""
+    """The rows of one file, read piece by piece except for JSON; for a line that is not JSON, the error."""
     if path.suffix == ".parquet":
         arrow, parquet = (need(name, extra="parquet") for name in ("pyarrow", "pyarrow.parquet"))
         try:
@@ -129,6 +129,6 @@ def _message(role: Any, content: Any) -> Message:
     if isinstance(content, int | float) and not isinstance(content, bool):
         content = f"{content}"
     if not isinstance(content, str) or not content.strip():
-        raise ValueError(f"content of {role} must be a text, got {str(content)[:40]!r}")
+        raise ValueError(f"content of {role} must be text, got {str(content)[:40]!r}")
     content.encode()  # JSON can spell half a surrogate pair, which no tokenizer takes
     return {"role": role, "content": content}

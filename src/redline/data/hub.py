@@ -19,7 +19,7 @@ MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "chat_temp
 DATA_FILES = ("*.parquet", "*.jsonl", "*.json", "*.jsonl.gz")
 
 CORPUS = "hf://datasets/"
-"""How the name of a corpus on the Hub begins. A bare org/name would look like the folder data/corpus."""
+"""How a corpus name on the Hub begins. A bare org/name would look like the folder data/corpus."""
 CORPORA = {
     "wikitext-2": f"{CORPUS}Salesforce/wikitext/wikitext-2-raw-v1",
     "wikitext-103": f"{CORPUS}Salesforce/wikitext/wikitext-103-raw-v1",
@@ -61,7 +61,7 @@ def _fetch(name: str, kind: str, patterns: tuple[str, ...]) -> Path:
             repository, repo_type=kind, revision=revision or None, allow_patterns=list(patterns)
         )
     except (errors.HfHubHTTPError, errors.HFValidationError) as error:
-        wrong = f"the Hugging Face Hub does not give this {kind} ({_short(error)})"
+        wrong = f"the Hugging Face Hub does not serve this {kind} ({_short(error)})"
         raise DataError(f"{name}: {wrong}; check the name, and for a gated one set HF_TOKEN") from error
     except (httpx.HTTPError, OSError) as error:
         wrong = f"not on this disk, and the Hugging Face Hub cannot be reached ({_short(error)})"

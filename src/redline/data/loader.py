@@ -34,7 +34,7 @@ class Batch:
     """The words of those tokens over which the softmax is taken (data/candidates.py), if not over all."""
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """With its tensors elsewhere."""
+        """The batch with its tensors moved."""
         some = self.candidates
         return Batch(
             move(self.inputs_BT), move(self.targets_BT), self.position, None if some is None else move(some)
@@ -73,8 +73,8 @@ class Loader:
         candidates: tuple[int, int] | None = None,
         cut: int = 0,
     ) -> None:
-        """`candidates`: how many tokens the softmax is taken over, of a vocabulary of which size. `cut`: batches at first
-        whose sequences are cut into PIECES."""
+        """`candidates`: the number of tokens in the softmax and the size of the vocabulary. `cut`: the number of initial
+        batches whose sequences are cut into PIECES."""
         if batch_size % world_size:
             processes = f"the number of processes ({world_size})"
             raise ConfigError(f"train.batch_size ({batch_size}) must be a multiple of {processes}")

@@ -71,7 +71,7 @@ def find_sources(*sources: str) -> list[Path]:
 def _files(source: str) -> list[Path]:
     if is_remote(source):
         raise DataError(
-            f"{source} is not on disk: text is read from disk, only built shards from an object store"
+            f"{source} is not on disk: text is read from disk; an object store holds only built shards"
         )
     if (path := find_source(source)).is_dir():
         return files_under(path, tuple(_FORMATS), "file that can be read as a corpus")
@@ -102,7 +102,7 @@ def find_source(source: str) -> Path:
 
 
 def _joined(source: str, folder: Path) -> Path:
-    """WikiText as text: its rows are lines, and a document is what many of them make."""
+    """WikiText as text: its rows are lines, and many of them make a document."""
     out = cache_folder() / "corpora" / hashlib.sha256(str(folder).encode()).hexdigest()[:16]
     for split, files in itertools.groupby(
         files_under(folder, (".parquet",), f"rows of {source}"), lambda file: file.name.partition("-")[0]

@@ -4,12 +4,12 @@
     shards = FetchedShards(folder, manifest.train)   # used like a list of arrays; each is fetched when it is needed
 
 The mirrors lie under $REDLINE_CACHE/remote, and all processes of a node share them. Together their shards take at most
-$REDLINE_SHARDS_GB (default 32); those that were used longest ago leave first. A shard is fetched under a temporary
+$REDLINE_SHARDS_GB (default 32); the least recently used are removed first. A shard is fetched under a temporary
 name, compared with the manifest's hash and renamed, so a fetch that is killed leaves nothing that looks like a shard.
 
-Locks lie beside the shards; the kernel frees those of a dead process. Whoever reads a shard, or waits for it, shares its
-lock, and whoever removes it must get that lock alone, without waiting. The lock of its temporary name is held by the one
-that fetches. A lock for the whole cache guards what is counted against the bound.
+Lock files lie beside the shards; the kernel releases those of a dead process. A process that reads a shard, or waits
+for it, shares its lock; one that removes it must hold that lock alone, without waiting. The process that fetches holds
+the lock of the temporary name. A lock for the whole cache guards what is counted against the bound.
 """
 
 import contextlib
@@ -138,11 +138,11 @@ class FetchedShards(Sequence[np.ndarray]):
             return self._open[index][0]
 
     def want(self, now: list[int], ahead: list[int]) -> None:
-        """Fetch `now`, then `ahead`, in the background, and let go of all others; nothing wanted stops fetches."""
+        """Fetch `now`, then `ahead`, in the background, and release all others; with nothing wanted, fetches stop."""
         sizes = sorted(self._size_bytes(index) for index in range(len(self)))
         if (needed := sum(sizes[len(sizes) - len(now) - len(ahead) :])) > self._bound_bytes:
             raise DataError(
-                f"training holds up to {format_bytes(needed)} of {self._url} in the cache at a time, and {BOUND}"
+                f"training holds up to {format_bytes(needed)} of {self._url} in the cache at a time, but {BOUND}"
                 f" allows {format_bytes(self._bound_bytes)}: set it to at least {needed / 1e9:.3g}"
             )
         with self._lock:
@@ -237,7 +237,7 @@ class FetchedShards(Sequence[np.ndarray]):
                     free_bytes += size
             if free_bytes < size_bytes:
                 raise DataError(
-                    f"the cache of shards is full: those that are being read leave {format_bytes(max(0, free_bytes))} of"
+                    f"the shard cache is full: shards in use leave {format_bytes(max(0, free_bytes))} of"
                     f" {format_bytes(self._bound_bytes)}, and a shard takes {format_bytes(size_bytes)}: raise {BOUND}"
                 )
             with open(temporary, "wb") as file:
@@ -263,7 +263,7 @@ def _lock_path(path: Path) -> Path:
 
 
 def _room() -> contextlib.AbstractContextManager[None]:
-    """Whoever adds, renames or removes a file that counts against the bound is alone."""
+    """Lock out others while a file that counts against the bound is added, renamed or removed."""
     return alone(_lock_path(_mirrors() / "room"))
 
 

@@ -58,7 +58,7 @@ class StreamedWindows:
 
     def __init__(self, stream: TokenStream, *, seq_len: int, position: Position | None, threads: int) -> None:
         start = position or {"epoch": 0, "file": 0, "document": 0, "token": 0}
-        # no method of this object: a circle of references would leave its threads to the garbage collector
+        # not a method of this object: a reference cycle would leave its threads to the garbage collector
         self._windows = _windows(stream, seq_len, threads, **start)
 
     def claim(self, count: int, rows: slice) -> Job:
@@ -66,7 +66,7 @@ class StreamedWindows:
         return partial(self._read, count, rows)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
     def _read(self, count: int, rows: slice) -> tuple[np.ndarray, Position]:
         read = [next(self._windows) for _ in range(count)]

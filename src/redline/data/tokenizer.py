@@ -104,7 +104,7 @@ class Tokenizer:
 
 
 _LAST: list[Tokenizer] = []
-"""The one that was read last: a start meets the same text several times."""
+"""The tokenizer that was read last: a start reads the same text several times."""
 LONG = 2**20
 """A text of this many characters is parsed once, and the facts are kept in the cache: parsing GPT-2's takes 0.24 s, and a
 start whose tokens are built needs only the facts."""

@@ -141,7 +141,7 @@ class Line:
             )
         if (answer := _object(response.text)) is None:
             raise ConfigError(
-                f"{self.url} must answer {path} with a JSON object, got {shown(response.text)}: it is no completion"
+                f"{self.url} must answer {path} with a JSON object, got {shown(response.text)}: it is not a completion"
                 " server"
             )
         return answer

@@ -40,7 +40,7 @@ class Forward:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take up the weights as they are now; the addresses stay."""
+        """Take over the current weights; the addresses do not change."""
         for trained, own in self.copies():
             own.copy_(trained)
 

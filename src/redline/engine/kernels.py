@@ -16,12 +16,12 @@ from redline.engine.state import STOP_IDS, Slots
 from redline.model.kernels import overlap
 
 PASSES = 13
-"""Looks at the logits in the search for a cut-off, each of which quarters the range: 40 nats over 4^13 is as
+"""Passes over the logits in the search for a cut-off; each quarters the range: 40 nats over 4^13 is as
 fine as fp32 logits are."""
 RANGE_NATS = 40.0
 """Tokens this much less likely than the best have no weight in fp32 sums."""
 BLOCK = 2048
-"""Of the vocabulary, for the choice: first a block, then a token in it."""
+"""Tokens in a block of the vocabulary: the choice takes first a block, then a token in it."""
 
 
 def cutoff(logits_BV: Tensor, slots: Slots, rows_B: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def _survey(
     logits_ptr, cutoff_ptr, rows_ptr, temperature_ptr, peaks_ptr, sums_ptr, spreads_ptr, vocab, blocks,
     CUT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Of each block of the vocabulary: the best logit, its weight in the choice and in the log-probability."""
+    """For each block of the vocabulary: the best logit, its weight in the choice and in the log-probability."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if OVERLAP:
         gdc_launch_dependents()

@@ -2,8 +2,8 @@
 
     logits_1V = decode(model, state, last_N, rows)          # if `computes(model)`
 
-A step of one row reads every weight for a dot product, so its time is the number of its kernels and how long each takes
-to get going (H200, 360M: 0.56 ms, 1.16 with cuBLAS). A product takes its neighbours along: the norm before it, SwiGLU
+A step of one row reads every weight for a dot product, so its time depends on the number of its kernels and on how long each takes
+to get going (H200, 360M: 0.56 ms, 1.16 with cuBLAS). A product is fused with its neighbours: the norm before it, SwiGLU
 or the addition to the residual stream after it; and it asks for its weights before it waits for its input. With tensor
 cores the same fusions lost to cuBLAS from 8 rows on (LOG.md).
 
@@ -23,7 +23,7 @@ from redline.model.kernels import overlap
 from redline.model.transformer import Norm, Transformer
 
 MOST_INPUTS = 4096
-"""Of a product: a program holds all of them for its outputs in registers."""
+"""Most inputs of a product: a program holds all of them for its outputs in registers."""
 
 
 def computes(model: Transformer) -> bool:

@@ -348,7 +348,7 @@ class RayEngine(Engine):
             self._queue.appendleft(again)
             if again.losses >= MOST_LOSSES:
                 prompt = shown(str(again.request.prompt))
-                raise MachineError(f"{MOST_LOSSES} workers were lost over the same prompt ({why}): {prompt}")
+                raise MachineError(f"{MOST_LOSSES} workers were lost on the same prompt ({why}): {prompt}")
         self._end(member, state, why)
         self._losses, self._alone_s = self._losses + 1, self._clock()
         if self._losses > 3 * len(self._members):

@@ -12,7 +12,7 @@ from redline.engine.state import Slots
 
 
 def cutoff(logits_BV: Tensor, slots: Slots, rows_B: Tensor) -> Tensor:
-    """The smallest logit that top-k and then top-p leave in, a row. Equal logits stay or go together."""
+    """For each row, the smallest logit that top-k and then top-p keep. Equal logits stay or go together."""
     rows = rows_B.long()
     temperature = slots.temperature[rows].clamp(min=1e-20)[:, None]
     ordered = logits_BV.sort(dim=-1, descending=True).values

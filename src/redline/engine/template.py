@@ -58,7 +58,7 @@ def fill(template: str, **values: Any) -> str:
             text, why = "", f"it took more than {PROCESSOR_S} s or {MEMORY_BYTES >> 30} GiB of memory"
     if why:
         raise DataError(
-            f"the model's chat template does not take this prompt: {why}; try prompt.shots=0 or prompt.mode=text, or"
+            f"the model's chat template cannot render this prompt: {why}; try prompt.shots=0 or prompt.mode=text, or"
             " leave out --chat"
         )
     return str(text)

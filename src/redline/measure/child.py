@@ -82,7 +82,7 @@ def cuda_peaks() -> dict[str, int]:
 
 
 def peak_bytes() -> int | None:
-    """What a CPU took is not known."""
+    """None on a CPU, where it is not known."""
     return cuda_peaks()["allocated_bytes"] if torch.cuda.is_available() else None
 
 

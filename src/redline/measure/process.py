@@ -34,7 +34,7 @@ LEAVE_S = 5.0
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 """What torch on a GPU, CUDA, torch on a CPU, and cuBLAS and cuDNN say when they run out of memory."""
 MANY_CORES = 8
-"""With fewer, starting a process would slow down the one being measured."""
+"""With fewer cores, starting a process would slow down the one being measured."""
 LAST_WORDS = 6
 """Lines at the end of an error that are searched: CUDA puts advice after its own."""
 

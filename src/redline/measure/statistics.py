@@ -44,7 +44,7 @@ class Interval:
     low: float
     high: float
     confidence: float
-    """That the true median lies between `low` and `high`; below CONFIDENCE if there are fewer than FEWEST_BLOCKS."""
+    """Confidence that the true median lies between `low` and `high`; below CONFIDENCE if there are fewer than FEWEST_BLOCKS."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,7 +145,7 @@ class Turns:
         """Trials that ended well once, whose later failure is chance."""
         self._shortest_s: float | None = None
         self._longest_s = 0.0
-        """Of the pairs that were decided."""
+        """Of the pairs decided so far."""
 
     def __enter__(self) -> Self:
         return self
@@ -213,7 +213,7 @@ class Turns:
             self._make_room(before, after)
             pair = self._in_turns(name, before, after, until_s, enough) if together else None
             if pair is None or (_apart_may_help(pair) and not self._over(until_s)):
-                self.say(f"{name}: {_why_apart(pair)}: one after the other")
+                self.say(f"{name}: {_why_apart(pair)}; measuring one after the other")
                 pair = self._apart(name, before, after, until_s, enough)
             self._spent(began_s)
             done = pair.rounds >= after.timing.blocks or _enough(enough, pair.before, pair.after)

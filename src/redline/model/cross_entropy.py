@@ -34,7 +34,7 @@ FP8_MULTIPLE = 16
 FP8_TOP = 256.0
 """Weights and inputs are scaled to below it; e4m3 ends at 448."""
 GRADIENT_SCALE = 2.0**14
-"""Of the logits' gradient as e5m2 (2^-16 to 57,344). No entry is larger than 1, so the scale is the same for all: 1 becomes
+"""Scale of the logits' gradient as e5m2 (2^-16 to 57,344). No entry is larger than 1, so the scale is the same for all: 1 becomes
 16,384, with room above, and 2^-30 = 9e-10 is still seen. What vanishes of a row is at most 50,304 x 2^-31 = 2e-5."""
 
 
@@ -161,7 +161,7 @@ class _Fp8(torch.autograd.Function):
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As e4m3, and the unit in which it counts: a power of two, so that only the cast rounds. Nothing waits for the GPU."""
+    """x as e4m3, and its unit: a power of two, so that only the cast rounds. Nothing waits for the GPU."""
     largest = torch.linalg.vector_norm(x, float("inf")).float().clamp_min(2.0**-100)
     unit = largest / torch.frexp(largest).mantissa / FP8_TOP
     return (x / unit).to(torch.float8_e4m3fn), unit
@@ -176,7 +176,7 @@ def _product(a8: Tensor, b8: Tensor, unit: Tensor, dtype: torch.dtype, *, fast: 
 
 
 def transposed(x8: Tensor) -> Tensor:
-    """In memory, too."""
+    """Transposed in memory, too."""
     return transposed_by_kernel(x8) if x8.is_cuda else x8.t().contiguous()
 
 

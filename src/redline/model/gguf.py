@@ -50,7 +50,7 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 @dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """What a file says of its model; its keys have dots where these have underscores."""
+    """What a file says about its model; its keys have dots where these have underscores."""
 
     embedding_length: int
     block_count: int
@@ -129,7 +129,7 @@ def _read_file(path: Path, gguf: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
     class Reader(gguf.GGUFReader):
         def _get(self, offset: int, dtype: Any, count: int = 1, **rest: Any) -> Any:
-            """Refuse what lies beyond the file, of which numpy would make an empty array."""
+            """Refuse to read beyond the end of the file, where numpy would return an empty array."""
             if int(offset) + int(count) * numpy.dtype(dtype).itemsize > len(self.data):
                 raise ValueError("the file ends too soon")
             return super()._get(offset, dtype, count, **rest)
@@ -162,7 +162,7 @@ def _config(path: Path, name: str, known: dict[str, Any], sizes: dict[str, list[
     hidden, heads = facts.embedding_length, facts.attention_head_count
     if eps is None or len(embedding) != 2 or heads < 1:
         raise CheckpointError(
-            f"{path} must say its layer norm's epsilon and its number of heads and hold token_embd.weight, and it"
+            f"{path} must give its layer norm's epsilon and its number of heads and hold token_embd.weight, but it"
             " does not; fetch it again"
         )
     head_dim, kv_heads = facts.attention_key_length or hidden // heads, facts.attention_head_count_kv or heads
@@ -217,7 +217,7 @@ def _unpacked(path: Path, gguf: Any, tensor: Any) -> Tensor:
 def _half_rotation(rows: Tensor, head_size: int) -> Tensor:
     """Llama's files rotate neighbours (2i, 2i+1) of a head; we rotate (i, i + C/2), as Hugging Face does."""
     if rows.dim() != 2 or rows.shape[0] % head_size:
-        return rows  # of another shape than it should be, which `join` tells
+        return rows  # the wrong shape, which `join` reports
     return rows.view(-1, head_size // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 

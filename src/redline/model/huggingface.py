@@ -4,8 +4,8 @@
     load_weights(model, loaded.weights)
 
 Weights are read in the dtype they are stored in (half the memory of fp32 for bf16, and copying them into a
-model is exact). What we would compute otherwise than transformers does is refused with its name and value,
-never passed over. Left out: pickled weights, rope scaling, dropout (which changes training and not the
+model is exact). Whatever we would compute differently from transformers is refused with its name and value,
+never ignored. Left out: pickled weights, rope scaling, dropout (which changes training and not the
 model), mixtures of experts, quantised checkpoints. `huggingface_out` writes them.
 """
 
@@ -113,7 +113,7 @@ def read_config(folder: Path) -> ModelConfig:
     """The model of `config.json`; refused if we would compute it differently. Its sizes are not checked yet."""
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder} is no Hugging Face folder: it has no config.json; give another")
+        raise CheckpointError(f"{folder} is not a Hugging Face folder: it has no config.json; give another")
     raw = _json(path)
     readers = {
         "GPT2LMHeadModel": _read_gpt2,
@@ -209,7 +209,7 @@ def _files(folder: Path) -> list[Path]:
             else "fetch them again"
         )
         raise CheckpointError(
-            f"{folder} must hold its weights as safetensors, and {', '.join(absent[:3])} is not there;"
+            f"{folder} must hold its weights as safetensors, but {', '.join(absent[:3])} is missing;"
             f" {way_out}"
         )
     return files

@@ -83,7 +83,7 @@ def _texts(
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """What transformers reads of the model."""
+    """What transformers reads about the model."""
     name = architecture(config)
     gpt2 = name == "GPT2LMHeadModel"
     model_type = name.removesuffix("LMHeadModel").removesuffix("ForCausalLM").lower()

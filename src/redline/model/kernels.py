@@ -28,7 +28,7 @@ except ImportError:  # torch for CPUs comes without it
 @functools.cache
 def overlap(device: torch.device) -> dict[str, bool]:
     """How to launch kernels that call `gdc_wait` before they touch what others write: with programmatic dependent
-    launch, which Hopper brought, they begin while the kernel before still runs."""
+    launch, which Hopper brought, they begin while the previous kernel still runs."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
 

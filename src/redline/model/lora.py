@@ -70,7 +70,7 @@ class Place(Protocol):
 
     def learn(self, x_ND: Tensor, dy_NO: Tensor, h_NR: Tensor) -> Tensor:
         """Returns dh = dy B and takes the gradients, dh^T x of A and dy^T h of B, which then do not go through autograd.
-        All of it is only on its way, on a second stream."""
+        A second stream may still be computing all of this."""
         ...
 
     def wait(self) -> None:

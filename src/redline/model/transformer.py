@@ -131,7 +131,7 @@ def _activated(h: Tensor, activation: str) -> Tensor:
 
 
 def eager_on_gpu(x: Tensor) -> bool:
-    """Where one kernel of ours each way takes the place of several of torch's. A compiler does as well."""
+    """Whether one kernel of ours each way replaces several of torch's. A compiler does equally well."""
     largest = 2 if torch.is_grad_enabled() else 4
     return x.is_cuda and x.dtype.itemsize <= largest and not torch.compiler.is_compiling()
 
@@ -286,8 +286,8 @@ def build_model(
 
 
 def _give_memory(model: Transformer, device: torch.device) -> None:
-    """`to_empty`. To copy the layout of a tensor on the meta device, torch's imports SymPy, in 0.6 s; a process alone
-    needs no more than strides."""
+    """Like `to_empty`, which imports SymPy (0.6 s) to copy the layout of a tensor on the meta device; a process alone
+    needs only strides."""
     if torch.distributed.is_initialized():
         model.to_empty(device=device)
         return
@@ -309,7 +309,7 @@ def _check_memory(config: ModelConfig, device: torch.device) -> None:
     if weights_bytes + table_bytes > there_bytes or 2 * table_bytes > host_bytes:
         raise MachineError(
             f"a model of {config.num_layers:,} layers, {parameters(config).total:,} parameters and"
-            f" {config.context_length:,} positions needs {format_bytes(weights_bytes + 2 * table_bytes)}, and this"
+            f" {config.context_length:,} positions needs {format_bytes(weights_bytes + 2 * table_bytes)}, but this"
             f" machine has {format_bytes(min(there_bytes, host_bytes))}: make it smaller (num_layers, hidden_size,"
             " context_length)"
         )

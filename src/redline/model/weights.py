@@ -78,7 +78,7 @@ def check_sizes(
         # transformers writes GPT-2's, 50256, for smaller vocabularies too
         f"end tokens must be from 0 to below 2^31, got {list(eos_ids)}": all(0 <= e < 2**31 for e in eos_ids),
         # Tensors that are merely missing are named later, by `join`.
-        f"it describes {model}, and its weights are {len(sizes):,} tensors of {held:,}": (
+        f"it describes {model}, but its weights are {len(sizes):,} tensors of {held:,}": (
             described <= 2 * held and c.num_layers <= len(sizes)
         ),
     }

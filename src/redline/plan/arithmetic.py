@@ -76,8 +76,8 @@ def flops_per_token(
 
 
 def attention_flops(model: ModelConfig, seq_len: int) -> int:
-    """Training FLOPs of one token in attention, all layers. Kernel attention: features, sums and what queries read of
-    them, and squares within a chunk."""
+    """Training FLOPs of one token in attention, all layers. Kernel attention: its features, its sums, what queries read
+    from them, and the quadratic part within a chunk."""
     H, K, C, M = model.num_heads, model.kv_heads, model.head_size, model.features
     if model.attention == "softmax":
         return 12 * model.num_layers * H * C * seq_len
@@ -86,7 +86,7 @@ def attention_flops(model: ModelConfig, seq_len: int) -> int:
 
 
 def feedback_widths(model: ModelConfig, dfa: DfaConfig, place: int) -> tuple[int, ...]:
-    """Sizes of the signals of a place, the embedding (0) or a block: its output's; layer by layer, also those inside
+    """Sizes of the signals at a place, the embedding (0) or a block: its output's and, layer by layer, those inside
     it."""
     if place == 0 or dfa.depth == "block":
         return (model.hidden_size,)
@@ -99,17 +99,17 @@ def feedback_blocks(model: ModelConfig, dfa: DfaConfig) -> int:
 
 
 def feedback_error_size(model: ModelConfig, dfa: DfaConfig) -> int:
-    """Numbers a token that random matrices multiply."""
+    """Numbers per token that random matrices multiply."""
     return {"logits": model.vocab_size, "hidden": model.hidden_size, "residual": 0}[dfa.error]
 
 
 def feedback_source(dfa: DfaConfig, place: int) -> int:
-    """The place whose matrices a place takes."""
+    """The place whose matrices this place uses."""
     return min(place, 1 if dfa.depth == "layer" else 0) if dfa.shared else place
 
 
 def feedback_weights(model: ModelConfig, dfa: DfaConfig) -> int:
-    """Numbers in the random matrices, each of which multiplies the error once a pass."""
+    """Numbers in the random matrices, each of which multiplies the error once per pass."""
     blocks = feedback_blocks(model, dfa)
     places = {feedback_source(dfa, place) for place in range(blocks + 1 if blocks else 0)}
     return feedback_error_size(model, dfa) * sum(sum(feedback_widths(model, dfa, p)) for p in places)
@@ -137,7 +137,7 @@ def slot_bytes(model: ModelConfig, *, tokens: int, precision: str) -> int:
 
 
 def recomputed_weights(model: ModelConfig) -> int:
-    """Matmul weights that full recomputation multiplies twice: the blocks', but for the last product of each."""
+    """Matmul weights that full recomputation multiplies twice: the blocks', except for the last product of each."""
     return parameters(model).hidden - model.num_layers * model.ffn_size * model.hidden_size
 
 
@@ -208,7 +208,7 @@ class Memory:
 
 
 FEEDBACK_PIECE_BYTES = 16 * 2**20
-"""Of a random matrix that feedback alignment draws at a time, in fp32."""
+"""Bytes of a random matrix that feedback alignment draws at a time, in fp32."""
 FEEDBACK_LOGITS = 2**25
 """Logits whose error feedback alignment computes at a time, in fp32."""
 VALIDATION_CHUNKS = 8
@@ -216,7 +216,7 @@ VALIDATION_CHUNKS = 8
 MUON_STACK = 2**25
 """Elements of matrices that Muon updates together: 128 MiB in fp32, so that the stack stays small beside the model."""
 MUON_STACK_BYTES = 10
-"""Of an element in such a stack, at most: two and a half copies in fp32 (a test counts them)."""
+"""Bytes per element of such a stack, at most: two and a half copies in fp32 (a test counts them)."""
 CUBLAS_BYTES = 64 * 2**20
 """Workspaces that cuBLAS takes from torch's allocator on Hopper."""
 
@@ -248,7 +248,7 @@ def memory(
     counted = gradients if accumulation > 1 else max(0, gradients - activations - head)
     temporaries = max(0, block - head)
     if dfa is not None and below:
-        # alignment.py has the gradients twice
+        # alignment.py holds the gradients twice
         second = max(_second_run_bytes(model, dfa, tokens, precision, fused), gradients)
         over = max(0, second + (gradients if accumulation == 1 else 0) - activations - head)
         counted = gradients if accumulation > 1 else min(gradients, over)
@@ -268,7 +268,7 @@ def memory(
 
 
 def muon_bytes(model: ModelConfig) -> int:
-    """What Muon needs beside weights, gradients and momenta while it changes one stack of matrices."""
+    """Bytes that Muon needs besides weights, gradients and momenta while it changes one stack of matrices."""
     qkv = (model.num_heads + 2 * model.kv_heads) * model.head_size
     inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)
     matrix = model.hidden_size * max(qkv, inner)
@@ -295,7 +295,7 @@ def _second_run_bytes(model: ModelConfig, dfa: DfaConfig, tokens: int, precision
 
 
 def fuses(*, compiled: bool, cuda: bool, precision: str) -> bool:
-    """A compiler fuses them, and in half precision on a GPU they are kernels already (LOG.md)."""
+    """Whether norms, gates and rotations are fused: by a compiler, or in half precision on a GPU by our kernels."""
     return compiled or (cuda and BYTES[precision] == 2)
 
 

@@ -58,7 +58,7 @@ class Outside:
     typed: frozenset[str] = frozenset()
     """The pins that the user typed with --set."""
     prefer: str = "speed"
-    """`memory`: of the ways to run a pass that is not too thin, the one that takes the least."""
+    """`memory`: of the ways to run a pass that is not too thin, the one that takes the least memory."""
 
 
 def bounded_slots(chosen: Decision, outside: Outside, *, pin: Decision | None = None) -> Decision:

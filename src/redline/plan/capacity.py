@@ -4,9 +4,9 @@ more GPUs stop paying. No torch.
     rows = capacity(recipe, hardware, 64)       # for 1, 8, 16, 32 and 64 GPUs
     where_it_stops(recipe, rows)                # one sentence
 
-A collective takes its bytes over the bandwidth that is reached, and a latency for every hop of its ring. Assumed is that
-FSDP hides communication behind compute as long as there is compute, but for the gather before the first block and the
-reduction after the last; the bounds are that everything is hidden and that nothing is. In RL every prompt and answer has
+A collective takes its bytes over the bandwidth that is reached, and a latency for every hop of its ring. We assume that
+FSDP hides communication behind compute as long as there is compute, except for the gather before the first block and the
+reduction after the last; the bounds assume that all of it is hidden and that none is. In RL every prompt and answer has
 its full length. Left out: congestion, slow GPUs, validations, checkpoints, the time of a scorer.
 """
 
@@ -29,10 +29,10 @@ BASE_S, NVLINK_HOP_S, PCIE_HOP_S, NETWORK_HOP_S = 8.4e-6, 3.4e-6, 5.7e-6, 14e-6
 """Latency of a ring and of each of its hops, as NCCL's cost model has them (src/graph/tuning.cc, ring, simple)."""
 FASTEST_PCIE = 64e9
 DECODE_LAYER_S = 45e-6
-"""A decode step takes this for each layer beside its bytes and products: 1.43 ms for 32 layers with 1 or 32 sequences on
+"""Extra time of a decode step per layer, besides its bytes and products: 1.43 ms for 32 layers with 1 or 32 sequences on
 an H200 (benchmarks/generate)."""
 EAGER_SHARE = 0.75
-"""Of the roofline that updates reach which are not compiled: in RL on an H200 0.68 at 360M and 0.83 at 1.3B
+"""Share of the roofline that uncompiled updates reach: in RL on an H200 0.68 at 360M and 0.83 at 1.3B
 (benchmarks/rl, rl-update)."""
 PAYS = 0.5
 """Below this efficiency half of every GPU-hour is lost."""
@@ -45,7 +45,7 @@ class Exchange:
     traffic: Traffic
     elapsed_s: float
     exposed_s: float
-    """Of it what no compute can hide."""
+    """The part that no compute can hide."""
 
     def step_s(self, compute_s: float) -> float:
         return self.exposed_s + max(compute_s, self.elapsed_s - self.exposed_s)
@@ -57,7 +57,7 @@ class Capacity:
 
     gpus: int
     problem: str = ""
-    """Why it cannot run on so many; then nothing else is known."""
+    """Why it cannot run on so many GPUs; then nothing else is known."""
     layout: str = ""
     memory_bytes: int = 0
     compute_s: float = 0.0
@@ -100,12 +100,12 @@ def capacity(recipe: Recipe, hardware: Hardware, gpus: int, outside: Outside | N
 
 
 def nodes_of(gpus: int, node_gpus: int) -> int:
-    """Full ones; GPUs that do not fill nodes evenly count as one, in which there is one copy of the weights."""
+    """The number of full nodes; GPUs that do not fill nodes evenly count as one node with one copy of the weights."""
     return gpus // node_gpus if gpus % node_gpus == 0 else 1
 
 
 def on(recipe: Recipe, plan: Plan) -> Capacity:
-    """What a plan should do."""
+    """Predict what a plan should achieve."""
     hardware, exchange = plan.hardware, exchanged(recipe, plan)
     values = {name: getattr(plan, name) for name in PLANNED}
     speed = attainable_tokens_per_s(recipe, hardware, plan.world_size, values)
@@ -138,7 +138,7 @@ def on(recipe: Recipe, plan: Plan) -> Capacity:
 
 
 def layout(plan: Plan) -> str:
-    """How the weights lie: whole on every GPU, or spread over the shards, once or several times."""
+    """How the weights are placed: whole on every GPU, or spread over the shards, once or several times."""
     shards, replicas = plan.shards, plan.world_size // plan.shards
     if replicas == 1:
         return "FSDP" if shards > 1 else "one GPU"
@@ -231,7 +231,7 @@ def _generate_s(recipe: Recipe, plan: Plan) -> float:
 
 
 def efficiency(rows: list[Capacity]) -> dict[int, float]:
-    """Tokens/s of each GPU against the most that it delivers on any of these numbers of GPUs."""
+    """Tokens/s per GPU, relative to the best on any of these numbers of GPUs."""
     speeds = {row.gpus: row.tokens_per_s / row.gpus for row in rows if not row.problem}
     return {gpus: speed / max(speeds.values()) for gpus, speed in speeds.items()}
 
@@ -245,7 +245,7 @@ def where_it_stops(recipe: Recipe, rows: list[Capacity]) -> str:
     low = next((row for row in running if row.gpus > best and shares[row.gpus] < PAYS), None)
     if low is not None:
         before = [row.gpus for row in running if row.gpus < low.gpus][-1]
-        lost = f"on {low.gpus:,} each delivers {shares[low.gpus]:.0%} of what it does on {best:,}"
+        lost = f"on {low.gpus:,} each delivers {shares[low.gpus]:.0%} of its speed on {best:,}"
         return f"Scaling stops paying after {before:,} GPUs: {lost}, because {_why(recipe, low)}."
     last = running[-1]
     if len(running) == 1 and last is rows[-1]:
@@ -253,7 +253,7 @@ def where_it_stops(recipe: Recipe, rows: list[Capacity]) -> str:
     if last is not rows[-1]:
         refused = next(row for row in rows if row.gpus > last.gpus)
         return f"Scaling ends at {last.gpus:,} GPUs: {refused.problem}."
-    return f"It still scales on {last.gpus:,} GPUs: each delivers {shares[last.gpus]:.0%} of what it does on {best:,}."
+    return f"It still scales on {last.gpus:,} GPUs: each delivers {shares[last.gpus]:.0%} of its speed on {best:,}."
 
 
 def _why(recipe: Recipe, row: Capacity) -> str:
@@ -261,7 +261,7 @@ def _why(recipe: Recipe, row: Capacity) -> str:
     if part == "generate":
         return (
             f"generation takes {row.parts_s[part] / row.step_s:.0%} of the step, and"
-            f" {recipe.rows_per_step / row.gpus:,.0f} answers a GPU need as many decode steps as a full engine"
+            f" {recipe.rows_per_step / row.gpus:,.0f} answers per GPU need as many decode steps as a full engine"
         )
     if row.communication_s > row.compute_s:
         return "communication takes longer than the compute that could hide it"

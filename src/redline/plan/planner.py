@@ -26,16 +26,16 @@ FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 THIN_PASS_TOKENS = 4_096
 """Below this a GPU starves, and recomputing activations to fit more tokens pays."""
 MOST_SLOTS = {"cuda": 2048, "cpu": 64}
-"""More sequences together bring few more tokens a second, because the matrix products are at their best before."""
+"""More sequences at once add few tokens per second: the matrix products run at full speed already."""
 GENERATION_SHARE = 0.85
 """Share of the memory free when the engine opens; the rest is for activations, graphs and later allocations."""
 ONE_GPU = "captured updates need one process with a GPU"
 GRAPH_MEMORY_SHARE = 0.5
-"""Of the memory, up to which a rule lets a graph keep its activations for itself beside all else."""
+"""Share of the memory up to which a rule lets a graph keep its own activations beside everything else."""
 COMPILE_PAYS_S = 120.0
 """Compiling takes 10 to 60 s; a run whose updates are predicted to be shorter than this is not worth it."""
 ROLLOUT_SHARE = 0.1
-"""Of the most tokens a rollout may have. Nobody knows before: unit conversion on an H200 learned from 6 to 11 % (LOG.md)."""
+"""Share of a rollout's most tokens. Nobody knows it in advance: unit conversion on an H200 learned from 6 to 11 % (LOG.md)."""
 
 
 def make_plan(
@@ -167,7 +167,7 @@ class _Decider:
         return _rule("auto", "torch picks its flash kernel")
 
     def _kernel_attention(self) -> str:
-        """What computes it."""
+        """What computes kernel attention, in words."""
         model, plain = self.recipe.model, "kernel attention in PyTorch"
         if self.hardware.kind == "cpu":
             return f"{plain}: a CPU has no Triton"
@@ -192,11 +192,11 @@ class _Decider:
         if self.hardware.kind == "cpu":
             return _rule("off", "compiling takes 15 to 30 s on a CPU and a small run does not earn it back")
         if self.recipe.feedback is not None and self.recipe.feedback.depth == "layer":
-            return _rule("off", "feedback to single layers cuts into blocks, which compiled ones cannot take")
+            return _rule("off", "feedback to single layers cuts into blocks, which compiled ones forbid")
         if self.recipe.rl is not None and (self.recipe.rl.algorithm == "ppo" or self.world_size > 1):
             return _rule(
                 "off",
-                "compiled RL was measured on one GPU and without a critic alone; plan.compile=default turns it on",
+                "compiled RL was measured only on one GPU and without a critic; plan.compile=default turns it on",
             )
         if not self.pretraining and self.recipe.rl is None:
             return _rule("off", "inside a captured update compiled blocks measured 0.59x (docs/claims.md)")
@@ -212,14 +212,14 @@ class _Decider:
 
     def graph(self) -> Decision:
         if self.recipe.rl is not None:
-            return _rule(False, "every rollout has rows of other lengths; a graph would be captured for each")
+            return _rule(False, "every rollout has rows of other lengths; each would need its own graph")
         if self.hardware.kind == "cpu" or self.world_size > 1:
             return _rule(False, ONE_GPU)
         if (why := why_not("graph", True, self.recipe, self.hardware, self.chosen)) is not None:
             return _rule(False, why)
         if self.pretraining:
             return _rule(*self._short_update())
-        return _rule(True, "a small update is bound by kernel launches: one instead of thousands")
+        return _rule(True, "a small update is bound by kernel launches: one launch instead of thousands")
 
     def _short_update(self) -> tuple[bool, str]:
         """Whether a pre-training update is captured, and why: if launches would hold it up and memory is ample."""
@@ -251,7 +251,7 @@ class _Decider:
         rows = self.recipe.rows_per_update
         share = rows // self.world_size
         micro = self._fit(share)
-        reason = f"{rows} sequences an update / ({micro} a pass x {self.world_size} process(es))"
+        reason = f"{rows} sequences per update / ({micro} per pass x {self.world_size} process(es))"
         source = self.why["micro_batch"].source
         why = Why(reason=reason, source="environment" if source == "environment" else "rule")
         self.record("accumulation", (share // micro, why))
@@ -409,7 +409,7 @@ class _Decider:
         each = arithmetic.slot_bytes(model, tokens=longest, precision=precision)
         fitting = max(1, int(room_bytes) // each)
         if fitting < most:
-            chosen = _rule(fitting, f"{each / 2**20:,.1f} MiB of keys and values a sequence fill the memory")
+            chosen = _rule(fitting, f"{each / 2**20:,.1f} MiB of keys and values each fill the memory")
         else:
             whole = most < MOST_SLOTS[self.hardware.kind]
             few = "more sequences bring few more tokens a second"

@@ -21,14 +21,14 @@ from redline.plan.plan import Hardware, Plan
 MEMORY_SHARE = 0.92
 """Share of a device's memory that a plan may fill; the rest is for context, workspaces and fragmentation."""
 RL_GENERATION_SHARE = 0.4
-"""Of the device's memory that an engine may take which stays open beside the training (RL)."""
+"""Share of the device's memory that an engine may take if it stays open beside the training (RL)."""
 OWN_COPY_SHARE = 0.5
-"""Of the usable memory that weights, gradients and optimiser state may take for every node to have a copy: activations need
+"""Share of the usable memory that weights, gradients and optimiser state may take for every node to have a copy: activations need
 the rest."""
 
 
 def longest_row(recipe: Recipe) -> int:
-    """Tokens of the longest sequence. RFT knows only the length of answers, and takes prompts to be as long."""
+    """Tokens of the longest sequence. RFT knows only the length of answers, and assumes that prompts are as long."""
     if recipe.rl is not None:
         return min(recipe.rl.max_prompt_tokens + recipe.rl.max_new_tokens, recipe.model.context_length)
     if recipe.workload == "rft":
@@ -39,7 +39,7 @@ def longest_row(recipe: Recipe) -> int:
 def predicted_memory(
     recipe: Recipe, hardware: Hardware, world_size: int, values: Mapping[str, Any]
 ) -> Memory:
-    """What a plan of these values should take on one device; in RL with the engine and the models beside it."""
+    """Predicted memory of a plan with these values on one device; in RL, with the engine and the models beside it."""
     cuda, precision = hardware.kind == "cuda", values["precision"]
     tokens = values["micro_batch"] * longest_row(recipe)
     training = memory(

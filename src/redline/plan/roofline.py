@@ -19,7 +19,7 @@ ATTENTION_SHARE = {"cuda": (0.28, 0.32), "cpu": (1.0, 1.0)}
 """Rate of causal attention against the best matrix product, for heads below 128 and the others (H200, cuDNN; a guess
 for CPUs)."""
 FAVOR_SHARE = {"cuda": 0.115, "cpu": 1.0}
-"""The same of kernel attention, whose exponentials and sums take longer than its products (H200, 512 to 8,192
+"""The same for kernel attention, whose exponentials and sums take longer than its products (H200, 512 to 8,192
 tokens)."""
 COPY_SHARE = {"cuda": 0.6, "cpu": 1.0}
 """What element-wise kernels reach of the bandwidth: an H200 of its datasheet's, a CPU of a measured copy's."""
@@ -27,15 +27,15 @@ LAUNCHES_A_LAYER = 125
 """Launches of tiny kernels that cost the host as much as a layer in a pass, forward and backward: 124M on an H200,
 compiled, took 16 ms a pass where a launch took 10.3 us (benchmarks/closed-loop)."""
 LAUNCH_S = 10e-6
-"""One launch where none was measured: the host of the H200 above."""
+"""Seconds per launch where none was measured: the host of the H200 above."""
 UPDATE_LAUNCHES = 1_450
-"""The same of what comes once an update: clipping, the optimiser, the loop. With Muon's batched kernels, 8 layers and 16
-sequences took that host 25.2 to 33.8 ms, 15 to 23 more than a pass (LOG.md); the least of them, so that what is captured
+"""The same for what comes once per update: clipping, the optimiser, the loop. With Muon's batched kernels, 8 layers and 16
+sequences took that host 25.2 to 33.8 ms, 15 to 23 more than a pass (LOG.md); we take the least, so that what is captured
 does pay."""
 CAPTURE_S = 2.0
 """What capturing an update costs at the start of a run, at most (an H200: 1 to 2 s)."""
 MOST_CAPTURED_PASSES = 8
-"""In one graph, unless it is pinned: each adds a thousand kernels to what is captured and kept."""
+"""Passes in one graph, unless it is pinned: each adds a thousand kernels to what is captured and kept."""
 FILL_S, RATED_TOKENS = 0.31e-3, 65_536
 """GPU seconds of a layer that a small pass loses, as kernels start and drain. The rates above contain it at
 RATED_TOKENS. Fitted on an H200 to 124M at micro-batch 8, 32 and 128 against 64 (LOG.md)."""
@@ -70,7 +70,7 @@ def captured_pays(recipe: Recipe, hardware: Hardware, values: dict[str, Any]) ->
         return False, f"an update of {passes} passes is too large for one graph"
     speed = attainable_tokens_per_s(recipe, hardware, 1, {**values, "graph": True})
     if speed is None:
-        return False, "how long an update takes this GPU is not known: its rates are missing"
+        return False, "the time of an update on this GPU is not known: its rates are missing"
     once_s = UPDATE_LAUNCHES * (hardware.launch_latency_s or LAUNCH_S)
     gpu_s, host_s = recipe.tokens_per_step / speed, passes * launch_s(recipe, hardware) + once_s
     gpu, host = (f"{seconds * 1e3:,.1f} ms" for seconds in (gpu_s, host_s))
@@ -110,7 +110,7 @@ def roofline_tokens_per_s(
         again = below * 4 / 3 + (1 - below) * again
         once_more = (1 - below) * once_more + 2 * below * count.hidden
         once_more += 2 * arithmetic.feedback_weights(model, dfa)
-    # Of the weights that adapters leave as they are no gradients are computed.
+    # Weights frozen under adapters get no gradients.
     learning, each = count.total, 6
     if recipe.lora is not None:
         learning, each = arithmetic.adapter_parameters(model, recipe.lora), 4

@@ -101,7 +101,7 @@ def _brain_float(_recipe: Recipe, _hardware: Hardware, beside: Beside) -> str | 
 
 
 def _steady_shapes(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
-    return None if recipe.rl is None else "the rows of every rollout have other lengths"
+    return None if recipe.rl is None else "the rows of every rollout differ in length"
 
 
 def _steady_update(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:

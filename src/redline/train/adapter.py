@@ -132,7 +132,7 @@ def check_family(config: ModelConfig) -> None:
     if (family := architecture(config)) == "GPT2LMHeadModel":
         raise ConfigError(
             f"adapters in PEFT's format are for Llama, Qwen2 and Qwen3, got {family}: fine-tune the whole"
-            " model (train.method=full), or merge them and export it"
+            " model (leave out [lora]), or merge them and export it"
         )
 
 

@@ -31,7 +31,7 @@ from redline.train.process import is_spread
 from redline.train.step import BackPropagation, Learner, Numbers, Rule
 
 SHARE = 0.02
-"""Of the training's time, at most."""
+"""Share of the training time, at most."""
 PASSES = 3
 """Of a diagnosis."""
 

@@ -262,7 +262,7 @@ def load(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     state = verify(folder)
     saved = _saved(folder)
     wrong = [f"{name} is not in it" for name in tensors if name not in saved]
-    wrong += [f"{name} is not wanted" for name in saved if name not in tensors]
+    wrong += [f"{name} is not expected" for name in saved if name not in tensors]
     for name, tensor in tensors.items():
         here = (tuple(tensor.shape), tensor.dtype)
         if name in saved and saved[name] != here:

@@ -1,6 +1,6 @@
-"""Putting a plan into force: dtype, matmul precision, attention kernel, FP8, recomputation, compilation, allocator.
+"""Applies a plan: dtype, matmul precision, attention kernel, FP8, recomputation, compilation, allocator.
 
-Everything here changes how the same training is computed, and never what.
+Everything here changes how the same training is computed, never what is computed.
 """
 
 import contextlib
@@ -76,9 +76,9 @@ def build(recipe: Recipe, plan: Plan, process: Process) -> Transformer:
 
 
 def keep_kernels() -> None:
-    """Have torch and Triton keep what they compile in our cache folder: torch's default, /tmp, may not outlive the machine.
-    Its key knows nothing of ATEN_CPU_CAPABILITY. A user's own setting wins; a folder that cannot be made or written to
-    costs only the keeping."""
+    """Keep what torch and Triton compile in our cache folder: torch's default, /tmp, may not outlive the machine. Its cache
+    key ignores ATEN_CPU_CAPABILITY. A user's own setting wins; if the folder cannot be made or written to, kernels are
+    just not kept."""
     folder = cache_folder() / f"kernels{os.environ.get('ATEN_CPU_CAPABILITY', '')}"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,8 +88,8 @@ def keep_kernels() -> None:
 
 
 def equip(model: Transformer, plan: Plan, *, longest: int = 0) -> None:
-    """Have the model compute as the plan says. `longest`: passes are packed rows, each of another number of tokens, in
-    sequences of no more than these."""
+    """Make the model compute as the plan says. `longest`: passes are packed rows that differ in length, with sequences of
+    no more than this many tokens."""
     if plan.compile != "off" or plan.hardware.kind == "cuda":
         keep_kernels()
     model.compute_dtype, model.cross_entropy = COMPUTE_DTYPE[plan.precision], plan.cross_entropy
@@ -110,7 +110,7 @@ def equip(model: Transformer, plan: Plan, *, longest: int = 0) -> None:
 
 
 def strip_compiled(model: Transformer) -> None:
-    """Compute eagerly again: other shapes than those of the training would each be compiled."""
+    """Compute eagerly again: each shape that training did not use would be compiled."""
     for block in model.blocks:
         block._compiled_call_impl = None
 

@@ -279,7 +279,7 @@ def _cut(block: Block, signals: list[Tensor]) -> Iterator[None]:
 
 
 class _Given(torch.autograd.Function):
-    """The same values; downwards goes the given gradient instead of the one from above."""
+    """Passes values through unchanged; the given gradient goes down instead of the one from above."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from redline.train.step import Learner, Pass, Update, update
 from redline.train.workspace import Workspace, workspace_of
 
 OUT_OF_MEMORY = "CUDA error: out of memory"
-"""How torch words the driver's lack of it."""
+"""torch's words for a driver that is out of memory."""
 
 
 def _lacks_memory(error: BaseException | None) -> bool:

@@ -54,7 +54,7 @@ class Work:
 
 
 Rates = Callable[[Work, float], dict[str, float | None]]
-"""What an update did in a second, from its work and its seconds."""
+"""The rates of an update, from its work and its seconds."""
 
 
 def training_rates(plan: Plan, *, rows: bool = False) -> Rates:
@@ -104,7 +104,7 @@ OWN = (
 
 
 def own_time(process: Process, line: dict[str, Any]) -> list[float]:
-    """A place for every process, with this one's time of its last update filled in: their sum tells all times to all."""
+    """A list with this process's last update time in its own place: the sum over processes gives all times to all."""
     if process.world_size == 1:
         return []
     own_s = sum(line.get(name, 0.0) for name in OWN)

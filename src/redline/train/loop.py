@@ -165,7 +165,7 @@ class Trainer:
     def _update(self, batch: Batch) -> None:
         """One update on one batch; running out of memory halves the passes and tries the same batch again."""
         done = self.progress
-        # The first one's clock rules the schedule of all.
+        # The first process's clock drives the schedule of all.
         clock_s = self._elapsed_s() if self.process.is_first else 0.0
         counts = (float(batch.targets), float(batch.tokens), float(batch.rows))
         exchanged = self.process.sums(*counts, clock_s, *own_time(self.process, self.last_line))
@@ -244,13 +244,13 @@ class Trainer:
             ]
             if lost and not (full.get("skipped") and full["loss_scale"] > 1.0):
                 raise TrainingError(self._diverged(lost[0], full[lost[0]], full["step"]))
-            self.last_line = full | dict.fromkeys(lost)  # JSON has no word for nan
+            self.last_line = full | dict.fromkeys(lost)  # JSON cannot hold nan
             if self.metrics is not None:
                 self.metrics.append(self.last_line)
             self.observers.metrics(full)
 
     def _diverged(self, name: str, value: float, step: int) -> str:
-        """What to say when a number is lost. Computing the same again would lose it again."""
+        """The message for a number that is not finite any more. Computing the same again would give the same."""
         advice = [f"a lower train.lr (now {self.train.lr:g})"]
         advice += ["train.clip_norm (now off)"] if not self.train.clip_norm else []
         older = () < self.plan.hardware.compute_capability < NEEDED_CAPABILITY["bf16"]
@@ -262,7 +262,7 @@ class Trainer:
         way = (
             "start again"
             if saved is None
-            else f"go on from step {saved} (--fork {self.opened.run} --run NEW)"
+            else f"continue from step {saved} (--fork {self.opened.run} --run NEW)"
         )
         return (
             f"{name} is {value} at step {step}: {way} with {' or '.join(advice)}, or look at the data of that"
@@ -372,11 +372,11 @@ class Trainer:
         else:
             self._event(
                 "communication_not_timed",
-                why=f"torch {torch.__version__} waits elsewhere; it stays in forward and backward",
+                why=f"torch {torch.__version__} waits in other places; its time stays in forward and backward",
             )
 
     def _resume(self) -> None:
-        """Take up the last checkpoint; without one, that of the run to fork, or the initial weights."""
+        """Resume from the last checkpoint; without one, from that of the run to fork, or the initial weights."""
         step = self.checkpoints.latest() if self.checkpoints is not None else None
         if step is None or self.checkpoints is None:
             if self.opened.fork is not None:
@@ -388,10 +388,10 @@ class Trainer:
         state = load(folder := self.checkpoints.folder / step_name(step), self.tensors)
         if state["identity"] != self.job.recipe.identity:
             way = f"start from its weights with --fork {self.opened.run} --run NEW"
-            raise CheckpointError(f"{folder} is of another recipe or another version of Redline: {way}")
+            raise CheckpointError(f"{folder} is from another recipe or another version of Redline: {way}")
         if state["data_fingerprint"] != self.job.data_fingerprint:
             raise CheckpointError(
-                f"{folder} was trained on other data than there is now: restore it, or give another --run"
+                f"the data has changed since {folder} was saved: restore it, or give another --run"
             )
         self._take(state)
         best = self.progress.best_step
@@ -401,7 +401,7 @@ class Trainer:
             self.checkpoints.mark_best(best, self.progress.best_loss)  # killed between checkpoint and mark
 
     def _take(self, state: dict[str, Any]) -> None:
-        """Stand where a checkpoint stands. A fork reads other data from its beginning and validates anew."""
+        """Continue where a checkpoint stands. A fork reads other data from the beginning and validates anew."""
         torch.set_rng_state(self.tensors["rng.cpu"])
         self.progress = Progress(**{name: state[name] for name in vars(Progress())})
         if state["data_fingerprint"] != self.job.data_fingerprint:

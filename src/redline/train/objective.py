@@ -23,7 +23,7 @@ from redline.train.optimizer import set_lr
 from redline.train.step import Combination, Learner, Lesson, Pass, Update, update
 
 Position = Any
-"""JSON: where a source goes on."""
+"""JSON: where a source continues."""
 
 
 class Batch(Protocol):
@@ -76,7 +76,7 @@ class Objective(Protocol):
 
 
 class Capturable(Objective, Protocol):
-    """An objective whose updates have a few shapes that are known beforehand, as a CUDA graph needs it. A shape can be a key,
+    """An objective whose updates have a few shapes that are known in advance, as a CUDA graph needs. A shape can be a key,
     and has `tokens` of a pass and `sizes`: the numbers of each kind that make up a pass, one kind after the other."""
 
     def passes_of(self, shape: Any) -> int:
@@ -124,10 +124,10 @@ class Sequences:
 
     def __init__(self, *, pass_size: int, share: int) -> None:
         self.pass_size, self._share = pass_size, share
-        """`share`: sequences of a batch on one process; every pass size divides it."""
+        """`share`: the sequences of a batch on one process; every pass size divides it."""
 
     def _pass_rows(self, batch: SequenceBatch) -> int:
-        """Of this batch: one whose sequences are cut has more."""
+        """Rows per pass of this batch: more if its sequences are cut."""
         return batch.rows * self.pass_size // self._share
 
     def passes(self, learner: Learner, batch: SequenceBatch) -> Iterable[Pass]:

@@ -3,7 +3,7 @@
     with open_run(recipe, plan, Path("runs/nano"), process, observers=...) as opened:
         ...                      # opened.folder is None on all processes but the first
 
-A run is extended when only `train.steps`, `epochs`, `max_hours` or `early_stop_evals` changed: it goes on from
+A run is extended when only `train.steps`, `epochs`, `max_hours` or `early_stop_evals` changed: it continues from
 its last checkpoint, and the event `extended` says so. With `fork` another run's checkpoint is where this one
 begins, with whatever values it has: the event `forked` names it and lists them.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from redline.train.process import Process
 
 Watching = Callable[[int], Sequence[Observer]]
-"""Who watches, from the step that the run resumes from."""
+"""Makes the observers, given the step that the run resumes from."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class OpenRun:
     """The same, on the first process; None on the others, which write only checkpoint shards."""
     observers: Sequence[Observer] = ()
     fork: Path | None = None
-    """A checkpoint of another run, from which this one goes on with other values."""
+    """A checkpoint of another run, from which this one continues with other values."""
 
     def check_fork(self, step: int, steps: int) -> None:
-        """A fork counts on from its checkpoint: refuse one that would train nothing."""
+        """A fork keeps counting from its checkpoint: refuse one that would train nothing."""
         if step >= steps:
             raise ConfigError(
                 f"{self.fork} is at step {step:,}, and this run ends at step {steps:,}: give it more train.steps"

@@ -37,15 +37,15 @@ MOMENTUM = (0.85, 0.95)
 
 
 class _Uncompiled(torch.optim.Optimizer):
-    """Without the wrappers by which torch keeps its compiler out of these methods: their first call imports the compiler,
-    1.0 s of a start on the host of an H200, also where nothing is compiled."""
+    """Drops the wrappers by which torch keeps its compiler out of these methods: their first call imports the compiler,
+    1.0 s of a start on the host of an H200, even if nothing is compiled."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
 
 class AdamW(_Uncompiled, torch.optim.AdamW):
-    """torch's. Parameters in one piece of memory, with gradients in another, are updated as one tensor: the fused kernel
+    """torch's AdamW. Parameters in one piece of memory, with gradients in another, are updated as one tensor: the fused kernel
     takes 65,536 elements a block, so many small tensors leave most of a GPU idle."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
@@ -67,7 +67,7 @@ class AdamW(_Uncompiled, torch.optim.AdamW):
 class Muon(_Uncompiled):
     """Momentum whose update is made orthogonal (Newton-Schulz in bf16), with decoupled weight decay. A group's `rows`
     are the row counts of the matrices that each of its parameters holds one below the other; each matrix is made
-    orthogonal by itself."""
+    orthogonal separately."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class Muon(_Uncompiled):
         torch._foreach_add_(stack, [part_of(u, p) for u, p in zip(update, stack, strict=True)])
 
     def _ahead(self, stack: list[Tensor], momentum: float | Tensor) -> Tensor:
-        """Takes up the gradients; returns the whole matrices of Nesterov's momentum. On its own, so that what it needs is
-        free when they are made orthogonal."""
+        """Add the gradients to the momentum and return Nesterov's momentum as whole matrices. A method of its own, so that
+        its memory is free when they are made orthogonal."""
         fresh = [p.grad for p in stack if p.grad is not None]
         buffers, fresh = _average(self._slots("momentum_buffer", stack), fresh, momentum)
         # a spread one is cast first: half the bytes to gather
@@ -158,7 +158,7 @@ def _orthogonal(x_PRC: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _even(square_PR: Tensor, mean_square_PR: Tensor) -> Tensor:
-    """What makes rows of these square sums even, by their mean squares so far, and leaves the whole as long as it was
+    """Factors that make rows with these square sums even, by their mean squares so far, and keep the length of the whole
     (NorMuon, arXiv 2510.05491)."""
     over_PR = 1 / mean_square_PR.sqrt().clamp(min=1e-8)
     before, after = (t.sum(-1, keepdim=True).sqrt() for t in (square_PR, square_PR * over_PR.square()))
@@ -178,7 +178,7 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 def _stacks(params: Sequence[Tensor]) -> list[list[Tensor]]:
-    """By shape, in pieces of at most MUON_STACK elements."""
+    """Group them by shape, in pieces of at most MUON_STACK elements."""
     by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
     for p in params:
         by_shape[p.shape].append(p)
@@ -278,13 +278,13 @@ def state_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
 
 
 def fixed(train: TrainConfig, steps: int) -> TrainConfig:
-    """The same for a run of so many updates: epochs and shares become numbers of updates."""
+    """The settings for a run of this many updates: epochs and shares become numbers of updates."""
     warmup = train.warmup_steps or round(train.warmup_fraction * steps)
     return replace(train, steps=steps, epochs=0, warmup_steps=min(warmup, steps), warmup_fraction=0.0)
 
 
 def progress(train: TrainConfig, step: int, elapsed_s: float) -> float:
-    """How much of the run lies behind before update `step` (1 is the first), between 0 and 1."""
+    """The share of the run that is done before update `step` (1 is the first), between 0 and 1."""
     by_steps = (step - 1) / train.steps
     by_clock = elapsed_s / (train.max_hours * 3600) if train.max_hours is not None else 0.0
     return min(1.0, max(by_steps, by_clock))

@@ -20,13 +20,13 @@ from redline.model.transformer import Transformer, part_of
 from redline.train.process import full, is_spread
 
 TOGETHER_BYTES = 64 * 2**20
-"""Of the maps that are computed together, which are copied for it."""
+"""Bytes of the maps that are computed together; they are copied for it."""
 
 
 def penalty(
     model: Transformer, train: TrainConfig, step: Callable[[], int]
 ) -> Callable[[float], dict[str, Tensor]]:
-    """What an update calls with its loss scale. `step` tells how many updates are done."""
+    """The function that an update calls with its loss scale. `step` tells how many updates are done."""
 
     def add(scale: float) -> dict[str, Tensor]:
         warm = min(1.0, (step() + 1) / max(1, train.orthogonality_warmup_steps))
@@ -50,7 +50,7 @@ def penalise(model: Transformer, weight: float, *, values: bool) -> dict[str, Te
 
 
 def _penalise(parameters: Sequence[Tensor], rows: int, head_size: int, weight: float) -> Tensor:
-    """Of some layers; returns the sum of |W W^T - I|^2."""
+    """Add the gradient for some layers; returns the sum of |W W^T - I|^2."""
     maps = torch.stack([full(p.detach())[:rows] for p in parameters])
     heads = maps.unflatten(1, (-1, head_size))
     gram = heads @ heads.mT

@@ -160,8 +160,8 @@ def pack_row(examples: Sequence[Example], device: torch.device) -> tuple[Tensor,
 
 
 def pack_once(examples: Sequence[Example], device: torch.device) -> tuple[Tensor, Tensor, Packing]:
-    """Tokens, targets and packing of a row that holds equal prompts once. The answers of one question to learn from are
-    many, and all layers but attention read its prompt once for all of them."""
+    """Tokens, targets and packing of a row that holds equal prompts once. A question has many answers to learn from, and
+    all layers but attention then read its prompt once for all of them."""
     tokens: list[int] = []
     positions: list[int] = []
     spread: list[NDArray[np.int64]] = []
@@ -242,7 +242,7 @@ class ExampleBatch:
 
 @dataclass
 class Examples:
-    """The source of a fine-tuning: everything is in memory already."""
+    """The source of batches for fine-tuning: everything is in memory already."""
 
     updates: Updates
     """Of this process."""

@@ -30,7 +30,7 @@ from redline.train.process import is_spread
 from redline.train.step import Learner, Numbers
 
 Mode = Literal["watch", "global", "tensor"]
-"""`watch` reports conflicts and leaves the gradient as it is; `tensor` decides for every weight tensor apart."""
+"""`watch` reports conflicts and leaves the gradient as it is; `tensor` decides for every weight tensor separately."""
 Place = Literal["device", "host"]
 CHUNK = 1 << 20
 """Elements of each group whose inner products are taken together: 8 bytes x K x this on the device."""
@@ -77,7 +77,7 @@ class PCGrad:
         assert place >= self._seen, f"group {group} came after one that follows it in {self.groups}"
         for parameter, sums in self._parameters:
             before = sums[-1] if sums else None
-            sums.extend([before] * (place - self._seen))  # of groups that this update has not
+            sums.extend([before] * (place - self._seen))  # for groups that this update lacks
             if place < len(self.groups) - 1:
                 sums.append(self._copy(parameter))
         self._seen = place + 1
@@ -108,7 +108,7 @@ class PCGrad:
         return on_host.copy_(gradient, non_blocking=pinned)
 
     def _inner_products(self) -> NDArray[np.float64]:
-        """Of the gradients of all groups, for every parameter."""
+        """Inner products of the gradients of all groups, for every parameter."""
         K, process = len(self.groups), self.learner.process
         gram_NKK = torch.zeros(len(self._parameters), K, K, dtype=torch.float64, device=process.device)
         for gram_KK, (parameter, sums) in zip(gram_NKK, self._parameters, strict=True):
@@ -153,7 +153,7 @@ class PCGrad:
                     gradient.add_(kept.to(gradient.device, non_blocking=True), alpha=float(factor))
 
     def _conflicts(self, gram_NKK: NDArray[np.float64]) -> Numbers:
-        """Of every pair: the cosine of its gradients (0 without one), and the share of tensors where it is
+        """For every pair: the cosine of its gradients (0 without one), and the share of tensors where it is
         negative."""
         whole_KK = gram_NKK.sum(axis=0)
         values: dict[str, float] = {}

@@ -40,7 +40,7 @@ def locate(path: Path) -> Path:
     if not path.exists():
         raise CheckpointError(
             f"no such path: {path}; give a run folder, a checkpoint, a Hugging Face folder, a .gguf file, demo, or"
-            " org/name of the Hugging Face Hub"
+            " org/name on the Hugging Face Hub"
         )
     numbers = sorted(int(n) for p in path.glob("round-*") if (n := p.name.removeprefix("round-")).isdecimal())
     for run in (*(path / f"round-{number}" for number in reversed(numbers)), path):

@@ -65,11 +65,11 @@ class Process:
         return self.sum(float(flag)) > 0
 
     def hosts(self) -> dict[str, int]:
-        """The machines in the order of their processes, and how many each has."""
+        """The machines in the order of their processes, and how many processes each has."""
         return dict(Counter(self.all_of(socket.gethostname())))
 
     def all_of(self, value: Any) -> list[Any]:
-        """What every process gives, by rank, on all of them; plain JSON."""
+        """Every process's value, by rank, on all of them; plain JSON."""
         return exchange(value) if self.world_size > 1 else [value]
 
     def barrier(self) -> None:
@@ -101,8 +101,8 @@ def join(kind: str) -> Iterator[Process]:
 
 
 def hash_triton() -> None:
-    """Triton hashes itself, 0.36 s of mostly one large library, before it looks up its first kernel, and remembers the
-    result. In a thread that passes while the GPU wakes up and the data is opened."""
+    """Hash Triton in a thread while the GPU wakes up and the data is opened. Triton hashes itself before it looks up its
+    first kernel (0.36 s, mostly one large library) and remembers the result."""
     # No Triton, or another one: what is broken fails again at the first kernel, which says why.
     with suppress(Exception):
         from triton.runtime.cache import triton_key
@@ -111,7 +111,7 @@ def hash_triton() -> None:
 
 
 def exchange(message: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every process of the group has to say, by rank. As JSON, because torch's object collectives un-pickle."""
+    """Every message of the group, by rank. As JSON, because torch's object collectives un-pickle."""
     own = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
@@ -122,8 +122,8 @@ def exchange(message: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def is_spread(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether each process holds a part of it. A process alone does not import DTensor: with all that it needs, that is
-    0.9 s of a start on the host of an H200."""
+    """Whether each process holds only a part of it. A process alone does not import DTensor: that would take 0.9 s of a
+    start on the host of an H200."""
     if not dist.is_initialized():
         return False
     from torch.distributed.tensor import DTensor
@@ -132,7 +132,7 @@ def is_spread(tensor: Tensor) -> "TypeGuard[DTensor]":
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be spread over the processes; to be called on all of them."""
+    """Gather a tensor that may be spread over the processes; call it on all of them."""
     return tensor.full_tensor() if is_spread(tensor) else tensor
 
 

@@ -82,7 +82,7 @@ def open_on(path: Path, which: str = "last", device: str | None = None) -> tuple
 
 
 def read_shape(path: Path, *, above: tuple[Path, ...] = ()) -> ModelConfig:
-    """The shape of the model that lies there; its weights are not read."""
+    """The shape of the model at this path; its weights are not read."""
     path = find(path)
     if path.suffix == ".gguf":
         return read_gguf_config(path)
@@ -147,7 +147,7 @@ def _base_of(folder: Path, above: tuple[Path, ...]) -> Path:
     base = adapter_base(folder)
     if folder.resolve() in above:
         raise CheckpointError(
-            f"{folder / 'adapter_config.json'} names itself as its base: name the model below"
+            f"{folder / 'adapter_config.json'} names itself as its base: name the model that it was trained on"
         )
     if base is None:
         raise CheckpointError(

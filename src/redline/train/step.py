@@ -3,7 +3,7 @@
     update(learner, objective.passes(batch), targets=131_072)
 
 A pass computes its own gradients, by the learner's rule: back-propagation, or another (feedback.py). Passes
-come in named groups, one after the other; `learner.combine` decides what becomes of the gradients of several
+come in named groups, one after the other; `learner.combine` decides how to combine the gradients of several
 groups. The loss of an update is the sum over all its targets divided by their number, over every pass and
 process, so any split of the same batch into passes gives the same gradient.
 """
@@ -64,7 +64,7 @@ class Lesson(NamedTuple):
 
 
 class Rule(Protocol):
-    """A learning rule: how a pass of language modelling comes by its gradients."""
+    """A learning rule: how a pass of language modelling gets its gradients."""
 
     def learn(self, model: Transformer, lesson: Lesson) -> Pass: ...
 
@@ -76,7 +76,7 @@ class BackPropagation:
 
 
 class Combination(Protocol):
-    """What becomes of the gradients of several groups."""
+    """How the gradients of several groups are combined."""
 
     def keep(self, group: str) -> None:
         """The passes of a group are done, and their gradients lie on the parameters."""
@@ -90,7 +90,7 @@ class Combination(Protocol):
 
 
 class Sum:
-    """The plain one: gradients of all passes add up."""
+    """The plain combination: gradients of all passes add up."""
 
     def keep(self, group: str) -> None:
         pass
@@ -137,7 +137,7 @@ class Learner:
     mark: Mark = field(default=lambda phase: None)
     """Called at the end of each phase of an update, with its name as a metric."""
     waiting: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
-    """Stands around what waits for the other processes."""
+    """Wraps whatever waits for the other processes."""
 
 
 @dataclass(frozen=True)

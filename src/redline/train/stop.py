@@ -30,7 +30,7 @@ def stop_on_signal(request: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def handled_by(handle: Callable[[int, Any], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Call this for these signals, in place of what would happen."""
+    """Call `handle` for these signals instead of what would happen."""
     before = {}
     with suppress(ValueError):  # not the main thread: whoever runs the loop there handles signals
         for number in numbers:

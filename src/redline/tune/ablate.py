@@ -38,10 +38,10 @@ from redline.tune.guard import guard, guard_logprobs
 from redline.tune.quality import Judge, Quality
 
 Stage = Literal["baseline", "one by one", "second try", "all", "leave one out"]
-OUT_OF_TIME = "the time was up; run the same command again to continue"
+OUT_OF_TIME = "out of time; run the same command again to continue"
 PUT_OFF = "not decided in its share of the time; run the same command again with more --minutes"
 BASELINE_BLOCKS = 2
-"""Of the first state alone: every comparison measures it again."""
+"""Blocks of the first state alone: every comparison measures it again."""
 RUNS = "runs"
 """The verdict on a change that runs where the state before it never did."""
 NOT_COMPARED = "not compared"
@@ -163,7 +163,7 @@ def _check_list(path: Path, parts: Sequence[catalogue.StudyPart]) -> None:
     names = [name for part in parts for name in part.names]
     if known != names[: len(known)]:
         raise StorageError(
-            f"{path.parent} holds the rows of another list ({', '.join(known)}): give another folder with --out"
+            f"{path.parent} holds the results of another list ({', '.join(known)}): give another folder with --out"
         )
 
 
@@ -356,7 +356,7 @@ class _Waterfall:
             return replace(row, outcome=pair.after.outcome, note=pair.after.error or "")
         row = self._with_speed(row, pair.after, after)
         if (found := pair.comparison) is None:
-            why = f"the state before did not: {pair.before.outcome}"
+            why = f"the state before it did not run: {pair.before.outcome}"
             return replace(row, verdict=NOT_COMPARED if runs else RUNS, note=why)
         return replace(
             row,
@@ -371,7 +371,7 @@ class _Waterfall:
     def _numerics(self, effect: catalogue.EntryEffect, state: Switches, pair: Pair) -> tuple[bool, str]:
         """Whether the training is the same: `exact` against the state before, `rounding` against the naive one."""
         if effect == "changes-training":
-            return False, "another training: its tokens/s do not compare"
+            return False, "another training: its tokens/s are not comparable"
         if pair.after.outcome != "ok":
             return False, ""
         precision = self.arms.precision(state)

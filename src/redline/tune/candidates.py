@@ -75,7 +75,7 @@ def changed(recipe: Recipe, plan: Plan, change: dict[str, Any]) -> Plan:
 
 
 def differing(before: Plan, after: Plan) -> dict[str, Any]:
-    """The second plan's values that differ from the first's, but for accumulation, which follows."""
+    """The second plan's values that differ from the first's, except for accumulation, which follows."""
     names = [name for name in PLANNED if getattr(before, name) != getattr(after, name)]
     return {name: getattr(after, name) for name in names if name != "accumulation"}
 

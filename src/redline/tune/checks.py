@@ -192,7 +192,7 @@ def _fp8(case: Case) -> Check:
     if not case.cuda:
         return absent("FP8 products", EMULATED)
     count, expected = case.in_pass.operations["aten::_scaled_mm"], 4 * case.blocks
-    evidence = f"{count} scaled products in one pass, at least {expected} expected (4 a block)"
+    evidence = f"{count} scaled products in one pass, at least {expected} expected (4 per block)"
     return checked("FP8 products", count >= expected, evidence)
 
 

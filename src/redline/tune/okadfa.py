@@ -1,5 +1,5 @@
 """The OKADFA study: the same model with softmax or kernel attention, with and without the orthogonality penalty, by
-back-propagation or by feedback alignment; several seeds, and as many learning rates for each arm as for another.
+back-propagation or by feedback alignment; several seeds, and the same number of learning rates for every arm.
 
     rows = study(recipe, title, folder, seeds=3, lrs=(1e-3, 3e-3, 1e-2), train=train_in_process, progress=print)
 
@@ -64,7 +64,7 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Row:
-    """What an arm reached at the learning rate that suits it best."""
+    """What an arm reached at its best learning rate."""
 
     name: str
     title: str
@@ -101,7 +101,7 @@ def study(
     train: Train,
     progress: Say,
 ) -> list[Row]:
-    """Every arm, or those named, on the hardware of this title; a training that fails ends it, but for one that
+    """Every arm, or those named, on the hardware of this title; a run that fails ends the study, except for one that
     diverges."""
     known = {arm.name: arm for arm in ARMS}
     if odd := [name for name in arms if name not in known]:
@@ -125,7 +125,7 @@ def _row(
         return folder / arm.name / f"lr-{lr:g}-seed-{seed}"
 
     def run(lr: float, seed: int) -> Run | None:
-        """A finished run; None: its loss was lost."""
+        """A finished run; None: it diverged."""
         racing = race.Arm(arm.name, arm.of(recipe, lr, seed))
         found = trained(racing, place(lr, seed), seed, train, resume=True)
         if isinstance(found, str) and "is nan" not in found and "is inf" not in found:
@@ -142,7 +142,7 @@ def _row(
         progress(f"{arm.name}, lr {lr:g}: {outcome}")
     reached = {lr: loss for lr, loss in searched.items() if loss is not None}
     if not reached:
-        raise TrainingError(f"{arm.name} lost its loss at every learning rate ({lrs}): give lower ones")
+        raise TrainingError(f"{arm.name} diverged at every learning rate ({lrs}): give lower ones")
     best = min(reached, key=lambda lr: reached[lr])
     for lr in set(lrs) - {best}:  # eight arms of 124M would leave 36 GB
         shutil.rmtree(place(lr, first) / "checkpoints", ignore_errors=True)

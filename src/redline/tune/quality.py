@@ -31,9 +31,9 @@ from redline.tune.race import Arm, Train, race, trained
 LOSS_MARGIN, ACCURACY_MARGIN = 0.01, 0.05
 """1 % of the perplexity; about what a test of 300 questions cannot tell from chance."""
 VALIDATIONS = 20
-"""In a run that is timed, if its recipe asks for none: a time to a loss lies between two of them."""
+"""Validations of a timed run whose recipe asks for none: a time to a loss lies between two of them."""
 WARM_UPS = ("warmup_steps", "muon_warmup_steps", "orthogonality_warmup_steps", "length_ramp_steps")
-"""Updates at the start of a run that a shorter one has fewer of."""
+"""Numbers of initial updates that shrink with the run."""
 Figure = Literal["loss", "accuracy", "seconds to the loss"]
 Trained = tuple[Recipe, Plan]
 
@@ -187,7 +187,7 @@ class Judge:
         return value
 
     def _forget_weights(self, arm: Arm) -> None:
-        """Gigabytes that nobody asks for once a run has its figure."""
+        """Delete the checkpoints: gigabytes that nobody needs once a run has its figure."""
         for seed in range(self.seeds):
             for path in arm.place(self.folder, seed).rglob("checkpoints"):
                 shutil.rmtree(path)

@@ -8,8 +8,8 @@ turns: one run of each recipe, then the next seed. Finished runs are not repeate
 its time would not be that of an unbroken run. What a figure means:
 
 - *seconds* run from the command to the moment the loss was reached, validations included; between two validations the
-  loss is taken to fall in a straight line. *Net* leaves the start-up out: everything up to the end of the first update
-  but the time of an ordinary one.
+  loss is assumed to fall in a straight line. *Net* leaves the start-up out: everything up to the end of the first update
+  except the time of an ordinary one.
 - *joules* are those of the GPU from the start of the training loop on, by NVML; absent on a CPU.
 """
 
@@ -80,7 +80,7 @@ class Lane:
     name: str
     fingerprint: str
     curves: tuple[tuple[Point, ...], ...]
-    """Of every seed that ended, its validations."""
+    """The validations of every seed that ended."""
     start_up_s: tuple[float, ...]
     failed: tuple[str, ...]
     target: float | None = None
@@ -95,7 +95,7 @@ class Lane:
         return [min(point.loss for point in curve) for curve in self.curves]
 
     def at(self, loss: float) -> list[Point]:
-        """Of every seed that reached the loss, where it did."""
+        """Where each seed that reached the loss did so."""
         return [point for curve in self.curves if (point := reached(curve, loss)) is not None]
 
     def at_most(self, loss: float) -> bool:
@@ -154,12 +154,12 @@ def check(arms: Sequence[Arm]) -> None:
     for arm in arms:
         if arm.recipe.workload != "pretrain" or not arm.recipe.train.eval_every:
             raise ConfigError(
-                f"{arm.name}: a race is between pretrain recipes that validate; give --set train.eval_every=N"
+                f"{arm.name}: a race needs pretrain recipes that validate: give --set train.eval_every=N"
             )
         if unlike := unlike_data(first.recipe, arm.recipe):
             shown = ", ".join(f"{key} ({a} and {b})" for key, (a, b) in unlike.items())
             raise ConfigError(
-                f"{first.name} and {arm.name} cannot race: their losses are of different data or validation sets:"
+                f"{first.name} and {arm.name} cannot race: their losses are on different data or validation sets:"
                 f" {shown}; make them equal, for all recipes with --set"
             )
     if len({arm.name for arm in arms}) < len(arms):
@@ -338,7 +338,7 @@ def recorded(path: Path, arms: Sequence[Arm], facts: MachineFacts, seeds: int) -
         raise ConfigError(f"{path} was made on another kind of machine: record one here first")
     if before.data != data_of(arms[0].recipe):
         raise ConfigError(
-            f"{path} is of other data or another validation set: record a race on this one first"
+            f"{path} used other data or another validation set: record a race on this one first"
         )
     names = {arm.name for arm in arms}
     both = [lane for lane in before.lanes if lane.curves and lane.name in names]
@@ -346,7 +346,7 @@ def recorded(path: Path, arms: Sequence[Arm], facts: MachineFacts, seeds: int) -
         raise ConfigError(f"{path} holds none of these recipes: give the record of a race between them")
     if (fewest := min(seeds, *(len(lane.curves) for lane in both))) < 2:
         raise ConfigError(
-            f"--against compares over seeds, at least 2 here and in {path}, got {fewest}: give --seeds 3, or record again"
+            f"--against compares over seeds: give at least 2 here and in {path}, got {fewest}: give --seeds 3, or record again"
         )
     return before
 

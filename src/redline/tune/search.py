@@ -57,7 +57,7 @@ def tune(
     also trains it to the end (quality.py): the rules' plan stays unless that is shown to be as good."""
     if rules.world_size != 1:
         raise ConfigError(
-            f"tuning works on one process, and this plan has {rules.world_size}: tune the same recipe with --nproc 1"
+            f"tuning works on one process, but this plan has {rules.world_size}: tune the same recipe with --nproc 1"
         )
     write_atomic(folder.path / "recipe.toml", to_toml(recipe))
     children = children or Children.on(rules.hardware)
@@ -148,7 +148,7 @@ class _Search:
         if differing(self.rules, self.best):
             pair, name = self._last_pair(), f"{FINAL} {self.against}"
             if pair is None or (comparison := pair.comparison) is None:
-                unconfirmed = str(pair.before.error or pair.after.error) if pair else "the time was over"
+                unconfirmed = str(pair.before.error or pair.after.error) if pair else "time ran out"
                 note = f"failed: {unconfirmed}; run the same command again to repeat it"
                 after = pair.after if pair else None
                 self.table.add(name, measured=after, note=note, verdict="not compared")
@@ -204,7 +204,7 @@ class _Search:
         )  # fmt: skip
         if pair is None:
             self.untried.append(name)
-            self.table.add(name, predicted, note="not finished: the time was up")
+            self.table.add(name, predicted, note="not finished: time ran out")
             return False
         self._remember_memory(plan, pair.after)
         if pair.comparison is None:
@@ -262,7 +262,7 @@ class _Search:
             return None
         self.untried.append(candidate.name)
         needs, left = format_duration(cost_s), format_duration(left_s)
-        return f"not tried: it takes about {needs}, and {left} are left before the last comparison"
+        return f"not tried: it takes about {needs}, and {left} remain before the last comparison"
 
     def _last_pair(self) -> Pair | None:
         """The rules' plan and the best one, with all blocks: both are known to run."""
@@ -311,7 +311,7 @@ class _Search:
             fit, capacity = fit_memory(seen), self.best.hardware.memory_bytes
             if not fit.fits(size, capacity):
                 needs = (fit.reserved_bytes(size) + fit.other_bytes) / 2**30
-                note = f"it would take {needs:.1f} of {capacity / 2**30:.1f} GiB, by {len(seen)} readings"
+                note = f"it would take {needs:.1f} of {capacity / 2**30:.1f} GiB, extrapolated from {len(seen)} readings"
                 self.table.add(f"micro_batch {size}", note=f"not tried: {note}")
                 return None
         return size
@@ -344,9 +344,9 @@ class _Search:
         return replace(self.best, why=why)
 
     def _accumulation(self, plan: Plan) -> dict[str, Why]:
-        passes = f"({plan.micro_batch} a pass x {plan.world_size} process(es))"
+        passes = f"({plan.micro_batch} per pass x {plan.world_size} process(es))"
         rows = "sequences" if self.recipe.workload == "pretrain" else "examples"
-        reason = f"{self.recipe.rows_per_update} {rows} an update / {passes}"
+        reason = f"{self.recipe.rows_per_update} {rows} per update / {passes}"
         return {"accumulation": Why(reason=reason, source="rule")}
 
     def _trial(self, plan: Plan) -> Trial:

@@ -85,7 +85,7 @@ def _verify_rft(recipe: Recipe, plan: Plan, progress: Say) -> list[Check]:
         open_session(recipe, plan, Path(folder) / "run", Outside(environment=os.environ)) as session,
     ):
         check_result(recipe)
-        progress(f"{QUESTIONS} questions answered by {recipe.model.init_from}")
+        progress(f"{recipe.model.init_from} answers {QUESTIONS} questions")
         completions = _completions(session)
         return _answered(recipe, session.plan, session.model.model, session.process, completions, progress)
 
@@ -104,7 +104,7 @@ def _verify_rl(recipe: Recipe, plan: Plan, progress: Say) -> list[Check]:
             Request(prompt=one.prompt, sampling=domains.sampling(one.stops), seed=number)
             for number, one in enumerate(asked)
         ]
-        progress(f"{QUESTIONS} questions answered by {recipe.model.init_from}")
+        progress(f"{recipe.model.init_from} answers {QUESTIONS} questions")
         with policy.speaking():
             completions = list(policy.engine.run(requests))
     return _answered(recipe, plan, model, process, completions, progress)
@@ -118,7 +118,7 @@ def _answered(
     completions: Sequence[Completion],
     progress: Say,
 ) -> list[Check]:
-    """What the answers prove of generation, and a training on them of the update (RL's only weighs its losses)."""
+    """What the answers prove about generation, and training on them about the update (RL only weighs its losses)."""
     with plain_fp32():
         gap = logprob_gap(_in_fp32(model), completions)
     half = model.compute_dtype != torch.float32
@@ -144,7 +144,7 @@ def _completions(session: Session) -> list[Completion]:
 def _learner_of(
     recipe: Recipe, plan: Plan, model: Transformer, process: Process, completions: Sequence[Completion]
 ) -> Trainer:
-    """A training on the answers, of which nothing is kept; an epoch is one update of the recipe's size."""
+    """A training run on the answers that keeps nothing; an epoch is one update of the recipe's size."""
     prepare(model, recipe, process)
     prompts = [(c.request.prompt, c.tokens) for c in completions]
     answered = [Example(prompt, tokens) for prompt, tokens in prompts if isinstance(prompt, tuple)]

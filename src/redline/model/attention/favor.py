@@ -132,7 +132,7 @@ def chunked(
         at_NL = torch.arange(a.shape[1] * L, device=a.device).view(-1, L)
         a = a.masked_fill((at_NL >= ends)[..., None, :, None], -torch.inf)
     top = a.detach().amax(3).cummax(1).values  # (B, N, K, M)
-    # What padding has left of itself, e^-80, no sum notices.
+    # Padding leaves e^-80, which no sum notices.
     phi_k = (a - top[:, :, :, None]).clamp(min=FLOOR).exp()
     before, after = _scan(Sums(phi_k.mT @ v, phi_k.sum(3), top))
     b = exponents(q, w) + top[:, :, :, None]

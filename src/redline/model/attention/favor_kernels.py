@@ -10,7 +10,7 @@ flash attention. The backward computes the sums again, for the gradients of the 
 after each chunk, scanned from the end, for those of keys and values.
 
 Exponents are in base 2, whose exponential is one instruction. The model uses the kernels in bf16, which multiplies in
-bf16 and adds up in fp32; fp16 has not the range for features. Autograd reaches them through custom operations, which
+bf16 and adds up in fp32; fp16 lacks the range for features. Autograd reaches them through custom operations, which
 a compiler takes as they are.
 
 Shapes as in `favor`; the features go in blocks of BM.
@@ -55,7 +55,7 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _sums(k: Tensor, v: Tensor, w: Tensor, sizes: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Those before each chunk, relative to `top`."""
+    """The sums before each chunk, relative to `top`."""
     B, K, N, M, C = k.shape[0], *(sizes[name] for name in ("K", "N", "M", "C"))
     mix = torch.empty((B, K, N, M, C), dtype=v.dtype, device=v.device)
     total, top = (torch.empty((B, K, N, M), dtype=torch.float32, device=v.device) for _ in range(2))

@@ -69,7 +69,7 @@ def _step(
         sin = tl.where(c < C // 2, -sin, sin)
     base = qkv_ptr + row * (Q_HEADS + 2 * K) * C
     q = _turned(base, ((head * group + g) * C)[:, None], (g < group)[:, None], cos, sin, C, ROPE)
-    # The key once for each row of a tile: a product of one row is none for the tensor cores.
+    # The key once for each row of a tile: tensor cores cannot multiply a single row.
     k = _turned(base + (Q_HEADS + head) * C, (g * 0)[:, None], (g >= 0)[:, None], cos, sin, C, ROPE)
     v = tl.load(base + (Q_HEADS + K + head) * C + c).to(tl.float32)
     scale = SCALE * 1.4426950408889634

@@ -2,7 +2,7 @@
 
     q, k, v = normed_and_rotated(qkv_NHC, q_weight_C, k_weight_C, cos_TC, sin_TC, 1e-5, q_heads=4, kv_heads=4)
 
-A compiler makes six kernels of it, and those of the backward pass between them in fp32: 1.7 of the 21.6 ms of a small
+A compiler makes six kernels of this, and those of the backward pass between them in fp32: 1.7 of the 21.6 ms of a small
 model's update on an H200. Here one kernel reads the projection and one reads the gradients; the values are copied along,
 because the gradient of a slice would be added to the others by a kernel of its own. The products of the weights'
 gradient are summed for each block of tokens here, and over the blocks by torch. CUDA and half precision only. A compiler

@@ -31,7 +31,7 @@ class Copies(NamedTuple):
     spread_E: Tensor
     """Which position of the row stands in each place of the longer one."""
     kept_T: Tensor
-    """The place in the longer row whose output each position takes: of several copies one's, as all are equal."""
+    """The place in the longer row whose output each position takes: that of any one of several equal copies."""
 
 
 class Packing(NamedTuple):
@@ -61,7 +61,7 @@ def attention(
     config: ModelConfig, packing: Packing, rope: Rope | None, x: Tensor
 ) -> Callable[["Attention", Tensor], Tensor]:
     """The seam's function for this row, for activations like x."""
-    if older(x):  # torch's kernel refuses them, and ours needs more shared memory there than they have
+    if older(x):  # torch's kernel refuses them, and ours needs more shared memory there than these GPUs have
         return functools.partial(on_grid, rope=rope, grid=grid_of(packing), mix=_copied_heads)
     if not x.is_cuda or x.dtype == torch.float32:
         return functools.partial(on_grid, rope=rope, grid=grid_of(packing))
