@@ -15,7 +15,7 @@ from redline.record.run import RunFolder
 from redline.rft.store import Sample, Store
 from redline.tasks.task import Question
 
-PROGRAM = [sys.executable, "-m", "redline.cli.main"]
+PROGRAM = [sys.executable, "-m", "redline"]
 
 
 @pytest.mark.parametrize("arguments", [["optimizations"], ["recipes"], ["data", "info", "nö\udcffwhere"]])

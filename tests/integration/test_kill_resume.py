@@ -174,7 +174,7 @@ def test_early_stop_is_the_same_after_a_kill(nano: Nano, tmp_path: Path) -> None
     assert nano.outcome(recipe, run)["step"] == outcome["step"] == 8
     assert events(run, "resume")[0]["step"] in (4, 6), "validations without a gain on both sides of the kill"
     assert_same_training(run, reference)
-    assert nano.outcome(recipe, run)["why"] == "stopped early before"
+    assert nano.outcome(recipe, run)["why"] == outcome["why"]
     assert len(steps(run)) == 8
 
 

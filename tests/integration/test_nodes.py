@@ -136,7 +136,7 @@ def test_two_torchruns_from_outside_train_as_two_processes_do(nano: Nano, tmp_pa
         # without an address of its own torchrun gives the others this machine's name, which need not be known
         place = ("--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1")
         meet = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--no-python", "--")
-        train = (sys.executable, "-m", "redline.cli.main", "train", recipe, "--run", there, "--json")
+        train = (sys.executable, "-m", "redline", "train", recipe, "--run", there, "--json")
         nodes = [real(nano, "-m", "torch.distributed.run", *place, *meet, *train) for _ in range(2)]
         ends = [node.communicate(timeout=LIMIT_S) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], ends

@@ -220,7 +220,7 @@ def test_through_torchrun(nano: Nano, tmp_path: Path) -> None:
     loss is that of one process."""
     recipe = nano.recipe(tmp_path, "train.lr=2e-3", *ENDLESS)
     run = tmp_path / "run"
-    arguments = ("-m", "redline.cli.main", "train", recipe, "--run", run, "--json")
+    arguments = ("-m", "redline", "train", recipe, "--run", run, "--json")
     stopped_at = stopped(
         real(nano, *arguments, "--nproc", "2"), run,
         # as a terminal does, to every process of the group
@@ -229,7 +229,7 @@ def test_through_torchrun(nano: Nano, tmp_path: Path) -> None:
 
     def stop_a_worker(command: subprocess.Popen[str]) -> None:
         below = psutil.Process(command.pid).children(recursive=True)
-        next(child for child in below if "redline.cli.main" in child.cmdline()).terminate()
+        next(child for child in below if "redline" in child.cmdline()).terminate()
 
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", "--")
     stopped(real(nano, *torchrun, sys.executable, *arguments), run, stop_a_worker)

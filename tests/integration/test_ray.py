@@ -264,7 +264,7 @@ def test_a_run_is_left_with_the_cluster(tmp_path):
         "train.eval_every=0",
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "redline.cli.main", *words, *sets],
+        [sys.executable, "-m", "redline", *words, *sets],
         cwd=tmp_path, env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -68,7 +68,7 @@ def in_a_terminal(arguments: list[str], columns: int, rows: int) -> str:
     environment = {
         name: value for name, value in os.environ.items() if name not in ("CI", "COLUMNS", "LINES")
     } | {"TERM": "xterm"}
-    program = [sys.executable, "-m", "redline.cli.main", "watch", *arguments]
+    program = [sys.executable, "-m", "redline", "watch", *arguments]
     with subprocess.Popen(program, stdin=slave, stdout=slave, stderr=slave, env=environment) as watching:
         os.close(slave)
         told = b""
@@ -285,7 +285,7 @@ class TestTerminal:
         training = nano.start(recipe, tmp_path / "run")
         while not (tmp_path / "run" / "recipe.toml").exists():
             time.sleep(0.05)
-        program = [sys.executable, "-m", "redline.cli.main", "watch", str(tmp_path / "run")]
+        program = [sys.executable, "-m", "redline", "watch", str(tmp_path / "run")]
         watching = subprocess.run(program, capture_output=True, text=True, timeout=HUNG_S, check=False)
         assert training.wait().code == 0
         assert (watching.returncode, watching.stderr) == (0, "")

@@ -613,7 +613,7 @@ def test_a_reader_that_has_gone_is_no_error(arguments, unbuffered):
     reading, writing = os.pipe()
     os.close(reading)
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    command = [sys.executable, "-m", "redline.cli.main", *arguments]
+    command = [sys.executable, "-m", "redline", *arguments]
     done = subprocess.run(
         command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment, check=False
     )
@@ -622,7 +622,7 @@ def test_a_reader_that_has_gone_is_no_error(arguments, unbuffered):
 
 
 def test_a_mistake_in_a_real_process_is_one_line_without_a_traceback():
-    command = [sys.executable, "-m", "redline.cli.main", "plan", "nanoo"]
+    command = [sys.executable, "-m", "redline", "plan", "nanoo"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from redline.config.recipe import TrainConfig
 from redline.train.optimizer import lr_factor, progress
+from redline.train.progress import Progress
 
 
 def train(**changes) -> TrainConfig:
@@ -103,3 +104,23 @@ def test_a_clock_that_overtakes_the_warm_up_makes_no_jump():
     factors = [lr_factor(config, step, elapsed_s=(step - 1) * 90.0) for step in range(1, 42)]
     assert max(abs(a - b) for a, b in itertools.pairwise(factors)) <= 0.06
     assert factors[-1] == pytest.approx(0.1)
+
+
+def test_a_run_ends_for_the_first_reason_that_holds() -> None:
+    """At a target, a last step, a limit of time or too many validations without a gain, in that order."""
+    config = train(target_loss=2.0, max_hours=1.0, early_stop_evals=2)
+    stand = Progress(step=99)
+    assert stand.ended(config, clock_s=3599.9) is None
+    assert [stand.validated(loss) for loss in (3.0, 2.5, 2.5)] == [True, True, False]
+    assert stand.ended(config, clock_s=0.0) is None
+    assert not stand.validated(2.6)
+    assert (stand.best_loss, stand.best_step) == (2.5, 99)
+    assert stand.ended(config, clock_s=0.0) == "early stop: 2 validations without a better loss"
+    assert stand.ended(config, clock_s=3600.0) == "time limit of 1 h"
+    stand.step = 100
+    assert stand.ended(config, clock_s=3600.0) == "finished"
+    assert stand.validated(2.0)
+    assert stand.ended(config, clock_s=3600.0) == "target loss of 2 reached (2.0000)"
+    stand.forget_validations()
+    assert stand.ended(config, clock_s=3600.0) == "finished"
+    assert stand.validated(9.0)

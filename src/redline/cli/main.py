@@ -167,7 +167,3 @@ def _interrupt(number: int, _frame: object) -> None:
     sys.excepthook = lambda *_: None  # what fails now fails because of it
     sys.unraisablehook = lambda _: None
     raise KeyboardInterrupt
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,7 +21,7 @@ from redline.errors import MachineError, RedlineError
 from redline.record.run import read_lines
 from redline.train.stop import handled_by
 
-PROGRAM = (sys.executable, "-m", "redline.cli.main")
+PROGRAM = (sys.executable, "-m", "redline")
 LAUNCHER = "REDLINE_LAUNCHER"
 """The process id that a process must end with."""
 UNDER_AGENT = "REDLINE_AGENT"

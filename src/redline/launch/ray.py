@@ -109,7 +109,7 @@ def _keeper() -> type:
             own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), LAUNCHER: str(os.getpid())}
             with open(log, "ab") as out:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "redline.cli.main", *arguments],
+                    [sys.executable, "-m", "redline", *arguments],
                     env={**os.environ, **own},
                     stdout=out,
                     stderr=subprocess.STDOUT,

@@ -32,12 +32,13 @@ from redline.train.checkpoint import Checkpoints, load
 from redline.train.feedback import rule_of
 from redline.train.graph import Captured
 from redline.train.instruments import Instruments, Work, own_time, slowest, start_up_s, training_rates
-from redline.train.objective import Batch, Executor, Job, Position, Sequences
+from redline.train.objective import Batch, Executor, Job, Sequences
 from redline.train.optimizer import fixed, lr_factor, make_optimizers, state_tensors, warm_momentum
 from redline.train.orthogonality import penalty
 from redline.train.packed import Packed
 from redline.train.places import step_name
 from redline.train.process import Process, time_waits, waiting
+from redline.train.progress import Progress
 from redline.train.step import Learner, LossScale, Numbers
 from redline.train.stop import STOPPED, StopTraining, stop_on_signal
 
@@ -53,19 +54,6 @@ class Outcome:
     def complete(self) -> bool:
         """The run reached its steps, its hours or an early stop; nobody interrupted it."""
         return self.why != STOPPED
-
-
-@dataclass
-class Progress:
-    """Where the run stands; saved with every checkpoint."""
-
-    step: int = 0
-    tokens: int = 0
-    elapsed_s: float = 0.0
-    position: Position | None = None
-    best_loss: float | None = None
-    best_step: int | None = None
-    evals_without_gain: int = 0
 
 
 class Trainer:
@@ -274,18 +262,11 @@ class Trainer:
         lines = self.instruments.ready(drain=True)
         found = self._held_out()
         self._write(lines, found)
-        done = self.progress
         # The share of wrong answers is to accuracy what the loss is to probability: lower is better.
         loss = found["valid_loss"] if "valid_loss" in found else 1.0 - found["valid_accuracy"]
-        self.better = done.best_loss is None or loss < done.best_loss
-        done.evals_without_gain = 0 if self.better else done.evals_without_gain + 1
-        if self.better:
-            done.best_loss, done.best_step = loss, done.step
-        self._event("validation", step=done.step, **found, best=self.better)
-        stop = self.train.early_stop_evals
-        if self.why is None and stop and done.evals_without_gain >= stop:
-            self.why = f"early stop: {done.evals_without_gain} validations without a better loss"
-        self.why = self._reached() or self.why
+        self.better = self.progress.validated(loss)
+        self._event("validation", step=self.progress.step, **found, best=self.better)
+        self.why = self._why_stop()
         self.instruments.restart()
 
     def _held_out(self) -> dict[str, float]:
@@ -407,8 +388,7 @@ class Trainer:
         if state["data_fingerprint"] != self.job.data_fingerprint:
             self.progress.position = None
         if state["identity"] != self.job.recipe.identity:
-            self.progress.best_loss = self.progress.best_step = None
-            self.progress.evals_without_gain = 0
+            self.progress.forget_validations()
         if self.learner.scale is not None and "loss_scale" in state:
             self.learner.scale = LossScale(**state["loss_scale"])
         fits = state["micro_batch_that_fits"]
@@ -416,21 +396,9 @@ class Trainer:
             self.objective.shrink()
 
     def _why_stop(self) -> str | None:
-        if (reached := self._reached()) is not None:  # before this run was resumed
-            return reached
-        if self.progress.step >= self.train.steps:
-            return "finished"
-        if self.train.max_hours is not None and self.clock_s >= self.train.max_hours * 3600:
-            return f"time limit of {self.train.max_hours:g} h"
-        if self.train.early_stop_evals and self.progress.evals_without_gain >= self.train.early_stop_evals:
-            return "stopped early before"
+        if (ended := self.progress.ended(self.train, self.clock_s)) is not None:
+            return ended
         return STOPPED if self.process.any(self.stop_requested) else None
-
-    def _reached(self) -> str | None:
-        target, best = self.train.target_loss, self.progress.best_loss
-        if target is None or best is None or best > target:
-            return None
-        return f"target loss of {target:g} reached ({best:.4f})"
 
     def _validation_due(self) -> bool:
         """At the end of a run and every `eval_every` updates. Skip it when the user interrupts: they want out."""
