@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 BOUND = "REDLINE_SHARDS_GB"
 BOUND_GB = 32.0
-"""Eight times what training holds at a time: see MIXED_SHARDS in `shards`."""
+"""Five times what training holds at a time, two groups of MIXED_SHARDS (`shards`) with 2-byte tokens."""
 ORIGIN = "origin.json"
 BLOCK_BYTES = 16 * 2**20
 FETCHES = 4
