@@ -16,6 +16,8 @@ import safetensors.torch
 from pipeline import one_line
 from warm import Fault, Warm
 
+from redline.record.run import read_lines
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from rft_model import letters_place
 
@@ -136,7 +138,11 @@ def test_every_verb(warm: Warm, place: Path, unbroken: Path, tmp_path: Path) -> 
         assert done.code == 0, done.err
         return done.out
 
-    assert "training on answers: 20 examples" in said("train", *recipe, "--on", "answers")
+    exported = ("--export", "tensorboard")
+    assert "training on answers: 20 examples" in said("train", *recipe, "--on", "answers", *exported)
+    record = unbroken / "train-answers"
+    steps = [(line["step"], pytest.approx(line["loss"])) for line in read_lines(record / "metrics.jsonl")]
+    assert scalars(record)["train/loss"] == steps
     table = said("test", *recipe, "--rows", "10")
     assert table.count("after") == 2
     lines = json.loads(said("test", *recipe, "--rows", "all", "--json"))
@@ -157,6 +163,14 @@ def test_every_verb(warm: Warm, place: Path, unbroken: Path, tmp_path: Path) -> 
     assert "rft/units-smollm2" in warm.run("recipes").out
 
 
+def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    read.Reload()
+    return {name: [(e.step, e.value) for e in read.Scalars(name)] for name in read.Tags()["scalars"]}
+
+
 def test_a_failed_start_does_not_claim_the_folder(warm: Warm, place: Path, tmp_path: Path) -> None:
     arguments = ("rft", "test", place / "letters.toml", "--run", tmp_path / "run", "--json")
     assert warm.run(*arguments, "--set", "model.init_from=nowhere").code != 0
@@ -172,6 +186,10 @@ def test_a_failed_start_does_not_claim_the_folder(warm: Warm, place: Path, tmp_p
         (("run", "rft/no-such"), "no recipe 'rft/no-such'"),
         (("run", "rft/units-smollm2", "--set", "model.init_from=nowhere.gguf"), "nowhere.gguf"),
         (("run", "rft/units-smollm2", "--preset", "fast"), "no preset 'fast'"),
+        (
+            ("train", "rft/units-smollm2", "--export", "tensorbord"),
+            "got 'tensorbord' (did you mean 'tensorboard'?)",
+        ),
         (("run", "rft/units-smollm2", "--profile", "a100"), "no profile 'a100'"),
         (("test", "rft/units-smollm2", "--rows", "some"), "--rows takes a whole number"),
         (("stats", "nowhere"), "no samples at nowhere"),
@@ -218,11 +236,12 @@ def test_rounds_are_sampled_by_what_the_last_one_trained(warm: Warm, place: Path
         "--set",
         "sample.later_temperature=1.5",
     )
-    done = warm.run(*arguments, "--json")
+    done = warm.run(*arguments, "--json", "--export", "tensorboard")
     assert done.code == 0, done.err
     reports = json.loads(done.out)
     assert [Path(report["run"]).name for report in reports] == ["round-1", "round-2", "round-3"]
     assert ["before" in report for report in reports] == [True, False, False]
+    assert all("train/loss" in scalars(Path(report["run"]) / "train-samples") for report in reports)
     rates = [report["sample"]["correct"] / report["sample"]["samples"] for report in reports]
     assert rates[1] > rates[0], "a trained sampler is right more often"
     recipe = (tmp_path / "run" / "round-2" / "recipe.toml").read_text()

@@ -13,6 +13,7 @@ redline rft export runs/units-smollm2 rft.json           or .jsonl, .parquet
 
 import argparse
 import shlex
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 from redline.cli.live import make_view
 from redline.cli.options import answer, on_ray, print_json, recipe_of, run_of, status
 from redline.cli.plan import chosen, outside_of
-from redline.cli.train import end_with_launcher
+from redline.cli.train import end_with_launcher, exporters_for
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError
 from redline.plan.bounds import fewer_samples
+from redline.record.export import check_names
+from redline.record.observe import Observer
 from redline.record.run import RunFolder
 from redline.record.units import format_count, format_duration, format_rate, format_share, visible
 from redline.report.grid import show
@@ -43,11 +46,13 @@ STAGE = """
 --quiet          no live view
 @JSON
 """
+EXPORT = "--export NAME...   also send the training's metrics to tensorboard, wandb or mlflow"
 ROWS = "--rows N|all   the first N questions of the test split, or all (default: the recipe's)"
 ARGUMENTS = {
     "run": f"""test, sample, train and test again; finished stages are not repeated
 {STAGE}
 @ON_RAY
+{EXPORT}
 {ROWS}
 --rounds N   repeat the loop; each round samples from the last one's model (default 1)""",
     "sample": f"""sample answers to the training questions into the run's store
@@ -55,6 +60,7 @@ ARGUMENTS = {
 @ON_RAY""",
     "train": f"""fine-tune on the correct samples, or on the reference solutions
 {STAGE}
+{EXPORT}
 --on {{samples,answers}}   what to train on (default samples)""",
     "test": f"""greedy accuracy and answer rate on held-out questions
 {STAGE}
@@ -85,6 +91,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _stage(options: argparse.Namespace) -> None:
     end_with_launcher()
+    exported = getattr(options, "export", ())
+    check_names(exported)
     outside = outside_of(options)
     recipe = recipe_of(options, *_rows(options), runs=("rft",))
     recipe = fewer_samples(recipe, outside.profile, say=status)
@@ -96,8 +104,13 @@ def _stage(options: argparse.Namespace) -> None:
     if getattr(options, "rounds", 1) == 1:
         changes(RunFolder(folder), recipe)
     status(describe(recipe, folder))
+
+    def exporters(record: Path, resume_step: int) -> Sequence[Observer]:
+        name = f"{recipe.name}/{record.relative_to(folder)}"
+        return exporters_for(exported, recipe, record, resume_step, name=name)
+
     with closing(make_view(quiet=options.quiet or options.json)) as view:
-        how: dict[str, Any] = {"observers": [view], "on_ray": place}
+        how: dict[str, Any] = {"observers": [view], "on_ray": place, "exporters": exporters}
         if options.verb == "run":
             from redline.rft.run import run_rounds
 

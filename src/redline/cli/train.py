@@ -13,6 +13,7 @@ import argparse
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -215,9 +216,14 @@ def observers_for(
             "on_gpu": plan.hardware.kind == "cuda",
         },
     )
+    return [view, *exporters_for(options.export, recipe, folder, resume_step, name=recipe.name)]
+
+
+def exporters_for(
+    names: Sequence[str], recipe: Recipe, folder: Path, resume_step: int, *, name: str
+) -> Sequence[Observer]:
     config = {"recipe": asdict(recipe), "fingerprint": recipe.fingerprint}
-    exported = ExportedRun(folder, recipe.name, config, status, resume_step)
-    return [view, *make_exporters(options.export, exported)]
+    return make_exporters(names, ExportedRun(folder, name, config, status, resume_step))
 
 
 def print_outcome(why: str, step: int, folder: Path) -> None:

@@ -29,7 +29,7 @@ from redline.record.observe import Observer
 from redline.record.read import total
 from redline.record.run import read_lines
 from redline.rft.sample import sample
-from redline.rft.session import Session, open_session
+from redline.rft.session import Exporters, Session, open_session
 from redline.rft.stats import export
 from redline.rft.test import run_test
 from redline.rft.train import train
@@ -45,6 +45,7 @@ def run_rounds(
     *,
     observers: Sequence[Observer] = (),
     on_ray: OnRay | None = None,
+    exporters: Exporters = lambda record, resume_step: (),
 ) -> list[dict[str, Any]]:
     """The loop several times, in RUN/round-1 and so on. Every round trains the base model on a better sampler's samples."""
     if rounds > 1 and (run / "samples.db").exists():
@@ -57,7 +58,8 @@ def run_rounds(
     for number in range(1, rounds + 1):
         folder = run / f"round-{number}" if rounds > 1 else run
         own = recipe if number == 1 else later_round(recipe, str((run / f"round-{number - 1}").resolve()))
-        with open_session(own, plan, folder, outside, observers=observers, on_ray=on_ray) as session:
+        how: dict[str, Any] = {"observers": observers, "on_ray": on_ray, "exporters": exporters}
+        with open_session(own, plan, folder, outside, **how) as session:
             reports.append(run_all(session, test_base=number == 1))
         if reports[-1]["why"] != "finished":
             break

@@ -84,6 +84,10 @@ def _tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
         return hashlib.blake2b(b"".join(threads.map(digest, sorted(tensors))), digest_size=8).hexdigest()
 
 
+Exporters = Callable[[Path, int], Sequence[Observer]]
+"""Makes what else watches a training, given its record's folder and the step that it resumes from."""
+
+
 @dataclass
 class Session:
     recipe: Recipe
@@ -95,6 +99,7 @@ class Session:
     observers: Observers
     on_ray: OnRay | None = None
     """Where samples are drawn; None: here."""
+    exporters: Exporters = lambda record, resume_step: ()
     opening_s: float = 0.0
     """Spent on opening models."""
     slots: int = 0
@@ -284,9 +289,10 @@ def open_session(
     *,
     observers: Sequence[Observer] = (),
     on_ray: OnRay | None = None,
+    exporters: Exporters = lambda record, resume_step: (),
 ) -> Iterator[Session]:
     """Own the run folder for this recipe; one that another recipe has begun is refused."""
     process = Process(0, 1, torch.device(plan.hardware.kind))
     with open_run(recipe, plan, run, process) as opened:
         assert opened.folder is not None
-        yield Session(recipe, plan, opened.folder, outside, process, Observers(observers), on_ray)
+        yield Session(recipe, plan, opened.folder, outside, process, Observers(observers), on_ray, exporters)

@@ -10,6 +10,7 @@ import json
 import textwrap
 import time
 from array import array
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from redline.errors import CheckpointError, ConfigError, DataError
 from redline.finetune import check_result, job_of, prepare, write_result
 from redline.finetune import train as run_job
 from redline.record.files import read_json, write_atomic
+from redline.record.observe import Observers
 from redline.record.read import total, values
 from redline.record.run import RunFolder, read_lines
 from redline.rft.session import Session
@@ -29,6 +31,7 @@ from redline.tasks.task import Question
 from redline.train.open_run import OpenRun
 from redline.train.packed import Example
 from redline.train.packed import fingerprint as examples_fingerprint
+from redline.train.places import step_folders
 
 On = Literal["samples", "answers"]
 
@@ -84,8 +87,12 @@ def train(session: Session, on: On) -> dict[str, Any]:
     model = session.model.model
     prepare(model, recipe, session.process)
     began_s = time.monotonic()
-    with RunFolder(place.record) as folder:
-        opened = OpenRun(place.record, folder, [session.observers])
+    with ExitStack() as stack:
+        folder = stack.enter_context(RunFolder(place.record))
+        resume_step = max(step_folders(folder.checkpoints_path), default=0)
+        exporters = Observers(session.exporters(place.record, resume_step))
+        stack.callback(exporters.close)
+        opened = OpenRun(place.record, folder, [session.observers, exporters])
         job = job_of(model, examples, recipe, session.plan, session.process, opened=opened)
         session.stage("train", f"fine-tuning on {len(examples):,} {on}", total_steps=job.steps)
         outcome = run_job(job, session.process)
