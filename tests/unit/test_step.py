@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,11 +23,12 @@ from redline.config.recipe import IGNORED, ModelConfig, TrainConfig
 from redline.data.candidates import draw
 from redline.data.loader import Batch
 from redline.errors import CheckpointError, TrainingError
-from redline.model.transformer import Transformer, build_model
+from redline.model.transformer import Transformer, build_model, eager_on_gpu
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import Hardware
 from redline.plan.planner import make_plan
 from redline.record.metrics import METRICS
+from redline.train.execution import equip
 from redline.train.graph import Captured
 from redline.train.instruments import Instruments, Work, training_rates
 from redline.train.loop import Trainer
@@ -467,3 +469,35 @@ def test_a_checkpoint_of_another_version_says_how_to_go_on(monkeypatch):
     )
     with pytest.raises(CheckpointError, match=r"step-00000005 is of .* --fork runs/nano --run NEW"):
         Trainer._resume(trainer)
+
+
+# ---- whose kernels run ----
+
+
+def test_blocks_run_whole_where_the_plan_hooks_onto_them() -> None:
+    """A compiler, recomputation and FSDP stand around a block: they would be left out, and nothing would say so."""
+    pins = ["plan.compile=off", "plan.recompute=none"]
+    plan = make_plan(load_recipe("nano", pins), hardware_as("h200-141g", 16))
+    others: list[dict[str, Any]] = [{"recompute": "selective"}, {"recompute": "full"}, {"world_size": 2}]
+    for change, apart in (({}, True), *((change, False) for change in [*others, {"compile": "default"}])):
+        model = build_model(CONFIG, device="cpu", seed=0)
+        equip(model, replace(plan, **change))
+        assert model.apart == apart, change
+
+
+def test_our_kernels_stand_in_for_torchs_in_half_precision_where_nothing_fuses_those() -> None:
+    """In fp32 too if there is no gradient, as in generation; not in the plain PyTorch that bench measures under autocast."""
+
+    def stand_in(dtype: torch.dtype, *, is_cuda: bool = True) -> bool:
+        x: Any = SimpleNamespace(is_cuda=is_cuda, dtype=dtype)
+        return eager_on_gpu(x)
+
+    assert stand_in(torch.bfloat16)
+    assert not stand_in(torch.bfloat16, is_cuda=False)
+    assert not stand_in(torch.float32)
+    with torch.no_grad():
+        assert stand_in(torch.float32)
+        assert not stand_in(torch.float64)
+    for what in ("torch.is_autocast_enabled", "torch.compiler.is_compiling"):
+        with patch(what, return_value=True):
+            assert not stand_in(torch.bfloat16)

@@ -313,11 +313,9 @@ def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, fused: 
     if recompute == "full":
         return a * D
     rotated = width + kv_width if model.positions == "rope" else 0
+    if model.qk_norm and rotated and fused and a == 2 and model.attention == "softmax":
+        rotated += kv_width  # the kernel for both copies the values along
     attention = a * (width + 2 * kv_width + width) + 4 * model.num_heads  # q, k, v, output and log-sum-exp
-    if (
-        model.qk_norm and rotated and fused and a == 2 and model.attention == "softmax"
-    ):  # the kernel for both copies the values along
-        attention += a * kv_width
     if model.attention == "favor" and recompute == "none" and not _favor_kernel(model, precision, fused):
         attention += _favor_bytes(model)
     if recompute == "selective" or precision == "fp8":
