@@ -335,6 +335,7 @@ def test_a_captured_update_reads_what_the_eager_one_is_given(
             warm_momentum(learner.optimizers, train(**how), step)
             part = Batch(inputs_BT.reshape(-1, length), targets_BT.reshape(-1, length), {}, some)
             told.append(one.take(part, targets=64.0, lr_factor=factor).numbers)
+        assert len(list(objective.passes(eager, part))) == BATCH // micro_batch
         assert told[0].keys() == told[1].keys()
         for name in told[0]:
             assert torch.equal(told[0][name], told[1][name]), name

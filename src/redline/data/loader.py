@@ -74,7 +74,7 @@ class Loader:
         cut: int = 0,
     ) -> None:
         """`candidates`: how many tokens the softmax is taken over, of a vocabulary of which size. `cut`: batches at first
-        whose sequences are cut into PIECES."""
+        whose sequences are cut into PIECES; 0 or less: none."""
         if batch_size % world_size:
             processes = f"the number of processes ({world_size})"
             raise ConfigError(f"train.batch_size ({batch_size}) must be a multiple of {processes}")
