@@ -312,6 +312,7 @@ def test_a_captured_update_reads_what_the_eager_one_is_given(
     passes also the candidates of the softmax, and sequences that are cut at first."""
 
     def capture(executor: Captured, shape: Any, pool: Any) -> tuple[Replayed, Update]:
+        assert not executor.graphs, "those of another length would keep their memory"
         graph = Replayed(executor, shape)
         return graph, graph.outcome
 
