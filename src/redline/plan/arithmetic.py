@@ -23,7 +23,7 @@ chunk and its output fit a program's registers."""
 class Parameters:
     total: int
     matmul: int
-    """Weights that multiply activations: all but norms, biases, positions, values and an untied input embedding."""
+    """Weights that multiply activations: all but norms, biases, positions and an untied input embedding."""
     hidden: int
     """Weights of the matrices inside the blocks: those that Muon updates and FP8 multiplies."""
     blocks: int
