@@ -352,9 +352,8 @@ def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute,
 def _head_bytes(
     model: ModelConfig, tokens: int, precision: str, chunks: int, fused: bool, candidates: int = 0
 ) -> int:
-    """Logits and gradient (one copy if fused, else three, two in fp32), the last
-    hidden states with gradients, and the head's weight with its own. The rows of candidates are gathered in fp32, and so
-    is their gradient."""
+    """Logits and gradient (one copy if fused, else three, two in fp32), the last hidden states with gradients, and the
+    head's weight with its own. The rows of candidates are gathered in fp32, and so is their gradient."""
     a, V, D = BYTES[precision], candidates or model.vocab_size, model.hidden_size
     logits = -(-tokens // chunks) * V * (a if fused else a + 8)
     gathered = 8 * V * D if candidates else 0
