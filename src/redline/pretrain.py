@@ -94,7 +94,7 @@ def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened:
             prefetch=plan.prefetch,
             pin_memory=process.device.type == "cuda",
             candidates=some,
-            cut=max(0, train.length_ramp_steps - done),
+            cut=train.length_ramp_steps - done,
         )
 
     def derived(line: dict[str, Any]) -> dict[str, Any]:

@@ -107,8 +107,10 @@ def test_a_model_learns_the_same_with_them(compiled: bool) -> None:
         with ExitStack() as stack:
             for plain in theirs if not ours else ():
                 stack.enter_context(plain)
+            launched = stack.enter_context(patch.object(heads, "launch", wraps=heads.launch))
             loss = model(tokens, tokens.roll(-1, 1))
             loss.backward()
+        assert launched.called == (ours and not compiled), "a compiler sees an operation"
         losses.append(loss.item())
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

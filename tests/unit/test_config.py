@@ -282,6 +282,10 @@ def test_a_ramp_of_the_length_cuts_sequences_into_four(minimal):
     ramp = "train.length_ramp_steps=3"
     assert load_recipe(minimal, [ramp, "data.seq_len=32"]).train.length_ramp_steps == 3
     assert "a multiple of 4, got pretrain and 30: leave it out" in refusal(minimal, ramp, "data.seq_len=30")
+    with pytest.raises(
+        ConfigError, match=r"length_ramp_steps needs workload pretrain .*, got finetune and 64"
+    ):
+        load_recipe("finetune", [ramp, "data.seq_len=64"])
 
 
 @pytest.mark.parametrize("name", ["data.seq_len", "train.steps"])

@@ -106,6 +106,16 @@ def test_a_run_at_its_roofline_is_left_alone(tmp_path: Path) -> None:
     assert paper.found(paper.lines(1.02 * paper.floor_s)) == []
 
 
+def test_the_end_of_a_ramp_of_the_length_is_no_slowdown(tmp_path: Path) -> None:
+    """Its updates have less attention to compute. Without it the same times are slow updates."""
+    for ramp, causes in ((140, []), (0, ["slow-updates"])):
+        paper = Paper(tmp_path, f"train.length_ramp_steps={ramp}")
+        lines = paper.lines(1.02 * paper.floor_s, count=200)
+        for line in lines[:140]:
+            line["step_s"] *= 0.4
+        assert [found.cause for found in paper.found(lines)] == causes
+
+
 def test_the_published_run_is_left_alone() -> None:
     (run,) = (ROOT / "benchmarks").glob("wikipedia_*")
     assert diagnose(read_run(run)) == []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from redline.config.load import load_recipe, to_toml
+from redline.config.recipe import Recipe
 from redline.machine.facts import read_facts
 from redline.measure.generation import MOST_UNCACHED, GenerationSubject, spread
 from redline.measure.training import TrainingSubject, padded, random_rows, whole_batches
@@ -26,7 +27,7 @@ RECIPE = load_recipe(
         "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.num_kv_heads=1",
         "model.ffn_size=64",
         "model.context_length=128", "model.vocab_size=320", "data.seq_len=64", "train.batch_size=8",
-        "train.lr=1e-3",
+        "train.lr=1e-3", "train.length_ramp_steps=3",
     ],
 )  # fmt: skip
 WORK = Samples(prompts=4, samples=3, prompt_tokens=12, new_tokens=9)
@@ -103,14 +104,26 @@ def test_the_engine_does_the_work_it_is_timed_for() -> None:
     assert apart.engine.stats.requests == WORK.prompts + WORK.prompts * WORK.samples
 
 
-# ---- fine-tuning ----
+# ---- updates ----
 
 CPU = hardware_here(replace(read_facts(), gpus=()), None)
 
 
-def finetuned(recipe: Any = None, **state: Any) -> TrainingSubject:
-    arms = UpdateArms(recipe=recipe or rehearsed(RECIPE), hardware=CPU, timing=Timing())
+def trained(recipe: Recipe, **state: Any) -> TrainingSubject:
+    arms = UpdateArms(recipe=recipe, hardware=CPU, timing=Timing())
     return TrainingSubject(arms.trial({"precision": "fp32", **state}).setting)
+
+
+def finetuned(recipe: Recipe | None = None, **state: Any) -> TrainingSubject:
+    return trained(recipe or rehearsed(RECIPE), **state)
+
+
+def test_pre_training_is_measured_on_whole_sequences() -> None:
+    """Whatever the first updates of its recipe read."""
+    arm = trained(RECIPE)
+    assert RECIPE.train.length_ramp_steps
+    assert arm.trainer.source.next().inputs_BT.shape == (8, RECIPE.data.seq_len)
+    arm.close()
 
 
 def losses(arm: TrainingSubject, steps: int = 3) -> list[float]:

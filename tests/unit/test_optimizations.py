@@ -164,6 +164,9 @@ def test_a_cpu_is_told_what_it_lacks() -> None:
 def test_shapes_decide_too() -> None:
     odd = load_recipe("nano", ["model.ffn_size=350"])
     assert "ffn_size 350" in str(CATALOGUE["fp8"].why_not(odd, H200))
+    uneven = replace(NANO, data=replace(NANO.data, seq_len=30))
+    assert CATALOGUE["length-ramp"].why_not(NANO, CPU) is None
+    assert "a multiple of 4, got pretrain and 30" in str(CATALOGUE["length-ramp"].why_not(uneven, CPU))
     assert "50,304" in str(CATALOGUE["vocabulary-padding"].why_not(GPT2, H200))
     assert "muon already" in str(CATALOGUE["muon"].why_not(load_recipe("llama-124m-muon"), H200))
     assert "multiples of 8" in str(

@@ -221,8 +221,8 @@ def test_another_training_is_worse_only_if_its_losses_are(
 
 def test_a_recipe_that_ends_by_the_clock_is_compared_over_the_same_updates(tmp_path: Path) -> None:
     """Of 100 s at 2 updates/s it warms up for 40 of 200 updates, whatever its 5,000 steps say: in 30 s, 12 of 60; its
-    momentum likewise. Against another training it keeps a clock, of 30 s."""
-    ramps = ["train.warmup_steps=40", "train.muon_warmup_steps=50"]
+    momentum and its ramp of the length likewise. Against another training it keeps a clock, of 30 s."""
+    ramps = ["train.warmup_steps=40", "train.muon_warmup_steps=50", "train.length_ramp_steps=60"]
     recipe = load_recipe("nano", ["train.steps=5000", *ramps, f"train.max_hours={100 / 3600!r}"])
     seen = list[Any]()
 
@@ -234,9 +234,9 @@ def test_a_recipe_that_ends_by_the_clock_is_compared_over_the_same_updates(tmp_p
     muon = replace(recipe, train=replace(recipe.train, optimizer="muon"))
     judging.same_training(planned(recipe, micro_batch=4), planned(recipe, micro_batch=2), speed)
     judging.other_training(planned(recipe), planned(muon), speed)
-    ends = [(t.steps, t.warmup_steps, t.muon_warmup_steps, t.max_hours) for t in seen]
-    assert set(ends[:2]) == {(60, 12, 15, None)}
-    assert set(ends[2:]) == {(5000, 12, 15, 30 / 3600)}
+    ends = [(t.steps, t.warmup_steps, t.muon_warmup_steps, t.length_ramp_steps, t.max_hours) for t in seen]
+    assert set(ends[:2]) == {(60, 12, 15, 18, None)}
+    assert set(ends[2:]) == {(5000, 12, 15, 18, 30 / 3600)}
 
 
 def test_a_recipe_without_a_training_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

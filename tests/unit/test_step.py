@@ -6,33 +6,39 @@ import gc
 import math
 import time
 import weakref
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from precision import assert_close
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from redline.config.load import load_recipe
 from redline.config.recipe import IGNORED, ModelConfig, TrainConfig
 from redline.data.candidates import draw
 from redline.data.loader import Batch
 from redline.errors import CheckpointError, TrainingError
-from redline.model.transformer import Transformer, build_model
+from redline.model import kernels, transformer
+from redline.model.attention import softmax
+from redline.model.transformer import Norm, Transformer, build_model, eager_on_gpu
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import Hardware
 from redline.plan.planner import make_plan
 from redline.record.metrics import METRICS
+from redline.train.execution import equip
 from redline.train.graph import Captured
 from redline.train.instruments import Instruments, Work, training_rates
 from redline.train.loop import Trainer
 from redline.train.objective import Eager, Job, Sequences
 from redline.train.open_run import OpenRun
-from redline.train.optimizer import make_optimizers, state_tensors, warm_momentum
+from redline.train.optimizer import Muon, make_optimizers, state_tensors, warm_momentum
 from redline.train.process import Process
 from redline.train.step import Learner, LossScale, Update
 
@@ -306,6 +312,7 @@ def test_a_captured_update_reads_what_the_eager_one_is_given(
     passes also the candidates of the softmax, and sequences that are cut at first."""
 
     def capture(executor: Captured, shape: Any, pool: Any) -> tuple[Replayed, Update]:
+        assert not executor.graphs, "those of another length would keep their memory"
         graph = Replayed(executor, shape)
         return graph, graph.outcome
 
@@ -333,6 +340,7 @@ def test_a_captured_update_reads_what_the_eager_one_is_given(
             warm_momentum(learner.optimizers, train(**how), step)
             part = Batch(inputs_BT.reshape(-1, length), targets_BT.reshape(-1, length), {}, some)
             told.append(one.take(part, targets=64.0, lr_factor=factor).numbers)
+        assert len(list(objective.passes(eager, part))) == BATCH // micro_batch
         assert told[0].keys() == told[1].keys()
         for name in told[0]:
             assert torch.equal(told[0][name], told[1][name]), name
@@ -467,3 +475,123 @@ def test_a_checkpoint_of_another_version_says_how_to_go_on(monkeypatch):
     )
     with pytest.raises(CheckpointError, match=r"step-00000005 is from .* --fork runs/nano --run NEW"):
         Trainer._resume(trainer)
+
+
+# ---- Muon's kernels ----
+
+
+class Called(TorchDispatchMode):
+    """How often each operation was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def test_muon_takes_up_the_gradients_of_all_matrices_of_one_shape_together() -> None:
+    """Also after a checkpoint was loaded into its state. Hundreds of small kernels leave a GPU idle."""
+    learner = learner_of(build_model(CONFIG, device="cpu", seed=0), optimizer="muon", muon_normalize=True)
+    _, muon = learner.optimizers
+    for tensor in state_tensors(learner.model, [muon]).values():
+        tensor.copy_(torch.rand_like(tensor))
+    for p in learner.model.parameters():
+        p.grad = torch.rand_like(p)
+    with Called() as called:
+        muon.step()
+    kinds = 4  # queries, keys and values; what attention puts out; both matrices of SwiGLU
+    assert (called.times["lerp_"], called.times["lerp"]) == (2 * kinds, kinds), (
+        "averages; Nesterov's step ahead"
+    )
+
+
+def test_muon_counts_the_sizes_of_rows_in_fp32() -> None:
+    """Its matrices are in bf16. A sum of 16 squares, their root, its square and three products round 20 times."""
+    update = torch.rand(1, 48, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    p = torch.nn.Parameter(torch.zeros(48, 16))
+    muon, p.grad = Muon([p], lr=1.0, weight_decay=0.0, normalize=True), torch.ones(48, 16)
+    with patch("redline.train.optimizer.orthogonalize", return_value=update):
+        muon.step()
+    expected = 0.05 * (48 / 16) * update[0].double().square().mean(1)
+    torch.testing.assert_close(
+        muon.state[p]["row_mean_square"].double(), expected, rtol=20 * 2**-24, atol=0.0
+    )
+
+
+# ---- whose kernels run ----
+
+
+def test_blocks_run_whole_where_the_plan_hooks_onto_them() -> None:
+    """A compiler, recomputation and FSDP stand around a block: they would be left out, and nothing would say so."""
+    pins = ["plan.compile=off", "plan.recompute=none"]
+    plan = make_plan(load_recipe("nano", pins), hardware_as("h200-141g", 16))
+    others: list[dict[str, Any]] = [{"recompute": "selective"}, {"recompute": "full"}, {"world_size": 2}]
+    for change, apart in (({}, True), *((change, False) for change in [*others, {"compile": "default"}])):
+        model = build_model(CONFIG, device="cpu", seed=0)
+        equip(model, replace(plan, **change))
+        assert model.apart == apart, change
+
+
+def test_our_kernels_stand_in_for_torchs_in_half_precision_where_nothing_fuses_those() -> None:
+    """In fp32 too if there is no gradient, as in generation; not in the plain PyTorch that bench measures under autocast."""
+
+    def stand_in(dtype: torch.dtype, *, is_cuda: bool = True) -> bool:
+        x: Any = SimpleNamespace(is_cuda=is_cuda, dtype=dtype)
+        return eager_on_gpu(x)
+
+    assert stand_in(torch.bfloat16)
+    assert not stand_in(torch.bfloat16, is_cuda=False)
+    assert not stand_in(torch.float32)
+    with torch.no_grad():
+        assert stand_in(torch.float32)
+        assert not stand_in(torch.float64)
+    for what in ("torch.is_autocast_enabled", "torch.compiler.is_compiling"):
+        with patch(what, return_value=True):
+            assert not stand_in(torch.bfloat16)
+
+
+def test_only_generation_may_overwrite_what_a_norm_adds_to() -> None:
+    """Validation computes with the training's model, and generation with one of its own."""
+    norm, x = Norm(4, CONFIG), torch.ones(2, 4)
+    torch.nn.init.ones_(norm.weight)
+    found = []
+    with (
+        patch.object(transformer, "eager_on_gpu", return_value=True),
+        patch.object(kernels, "sum_rms_norm", return_value="both ways"),
+        patch.object(kernels, "add_rms_norm", return_value="overwritten"),
+    ):
+        found.append(norm.add(x, x))
+        for norm.fused in (False, True):
+            with torch.no_grad():
+                found.append(norm.add(x, x))
+    training, validation, generation = found
+    assert training == "both ways"
+    assert torch.equal(validation[0], 2 * x)
+    assert generation == (x, "overwritten")
+
+
+def test_the_kernel_of_the_heads_computes_a_batch_within_the_context_on_a_gpu() -> None:
+    """Its angles would begin again behind the context."""
+    model = build_model(replace(CONFIG, qk_norm=True, num_kv_heads=1), device="cpu", seed=0)
+    attn, (inputs_BT, _), times = model.blocks[0].attn, batch("none"), Counter[str]()
+    qkv_BTHC = attn.qkv(model.embed(inputs_BT)).unflatten(-1, (4, 8))
+    rope = model.rope_cos, model.rope_sin
+
+    def by_torch(attn: Any, qkv_NHC: Tensor, rope: Any) -> tuple[Tensor, ...]:
+        times["kernel"] += 1
+        q, k, v = attn.split(qkv_NHC.unflatten(0, (-1, len(rope[0]))))
+        return tuple(x.flatten(0, 1) for x in (softmax.rotate(q, rope), softmax.rotate(k, rope), v))
+
+    expected = softmax.attend(attn, qkv_BTHC, rope=rope)
+    with patch.object(softmax, "by_kernel", by_torch):
+        assert torch.equal(softmax.attend(attn, qkv_BTHC, rope=rope), expected)
+        assert times["kernel"] == 1
+        assert torch.equal(softmax.attend(attn, qkv_BTHC, rope=rope, copied=True), expected)
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            softmax.attend(attn, torch.cat([qkv_BTHC, qkv_BTHC], dim=1), rope=rope)
+        assert times["kernel"] == 1
+    with patch.object(softmax.heads, "able", True):
+        assert softmax.by_kernel(attn, qkv_BTHC.flatten(0, 1).bfloat16(), rope) is None

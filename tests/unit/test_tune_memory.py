@@ -1,5 +1,7 @@
 """Memory of larger passes from smaller ones: exact on straight lines, safe on bent ones."""
 
+from dataclasses import replace
+
 import pytest
 from trials import arithmetic_memory
 
@@ -85,3 +87,13 @@ def test_on_a_cpu_eager_half_precision_keeps_more_than_on_a_gpu() -> None:
         for cuda in (False, True)
     ]
     assert kept == [pytest.approx(61_012, rel=0.15), pytest.approx(34_368, rel=0.01)]
+
+
+def test_values_that_the_kernel_of_the_heads_copies_are_computed_again_with_queries_and_keys() -> None:
+    """What it puts out is no product: recomputation does not keep it."""
+    model = load_recipe("llama-350m").model
+    plain, normed = (
+        [kept_bytes(replace(model, qk_norm=qk_norm), "bf16", how, True) for how in ("none", "selective")]
+        for qk_norm in (False, True)
+    )
+    assert normed == [plain[0] + 2 * model.kv_heads * model.head_size, plain[1]]

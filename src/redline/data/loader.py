@@ -74,7 +74,7 @@ class Loader:
         cut: int = 0,
     ) -> None:
         """`candidates`: the number of tokens in the softmax and the size of the vocabulary. `cut`: the number of initial
-        batches whose sequences are cut into PIECES."""
+        batches whose sequences are cut into PIECES; 0 or less: none."""
         if batch_size % world_size:
             processes = f"the number of processes ({world_size})"
             raise ConfigError(f"train.batch_size ({batch_size}) must be a multiple of {processes}")

@@ -80,12 +80,8 @@ class _SumRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor | None, dout: Tensor) -> tuple[Tensor | None, ...]:
         (total, weight_D), learns = ctx.saved_tensors, ctx.needs_input_grad[2]
-        dx, width, dout, tiles = (
-            torch.empty_like(total),
-            total.shape[-1],
-            dout.contiguous(),
-            TILES if learns else 1,
-        )
+        dx, dout, tiles = torch.empty_like(total), dout.contiguous(), TILES if learns else 1
+        width = total.shape[-1]
         count = total.numel() // width
         programs = triton.cdiv(count, ctx.rows * tiles)
         sums_PD = torch.empty(programs, width, dtype=torch.float32, device=dx.device) if learns else dx

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from redline.config.load import build
 from redline.config.recipe import Recipe
+from redline.config.rules import check
 from redline.errors import ConfigError, nearest
 from redline.plan.plan import Hardware
 from redline.plan.values import NEEDED_CAPABILITY, VALUES, Beside, Need, needs_cuda, needs_softmax, why_not
@@ -122,6 +123,10 @@ class Optimization:
             before, after = self.change.before_and_after(recipe)
             already = f"{self.change.field} is {value_words(before)} already"
             reasons.append(already if before == after else None)
+            try:
+                check(self.change(recipe))
+            except ConfigError as error:
+                reasons.append(str(error))
         return next((reason for reason in reasons if reason), None)
 
 

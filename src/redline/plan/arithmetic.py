@@ -23,7 +23,7 @@ chunk and its output fit a program's registers."""
 class Parameters:
     total: int
     matmul: int
-    """Weights that multiply activations: all but norms, biases, positions, values and an untied input embedding."""
+    """Weights that multiply activations: all but norms, biases, positions and an untied input embedding."""
     hidden: int
     """Weights of the matrices inside the blocks: those that Muon updates and FP8 multiplies."""
     blocks: int
@@ -313,11 +313,9 @@ def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, fused: 
     if recompute == "full":
         return a * D
     rotated = width + kv_width if model.positions == "rope" else 0
+    if model.qk_norm and rotated and fused and a == 2 and model.attention == "softmax":
+        rotated += kv_width  # the kernel for both copies the values along
     attention = a * (width + 2 * kv_width + width) + 4 * model.num_heads  # q, k, v, output and log-sum-exp
-    if (
-        model.qk_norm and rotated and fused and a == 2 and model.attention == "softmax"
-    ):  # the kernel for both copies the values along
-        attention += a * kv_width
     if model.attention == "favor" and recompute == "none" and not _favor_kernel(model, precision, fused):
         attention += _favor_bytes(model)
     if recompute == "selective" or precision == "fp8":
@@ -354,9 +352,8 @@ def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute,
 def _head_bytes(
     model: ModelConfig, tokens: int, precision: str, chunks: int, fused: bool, candidates: int = 0
 ) -> int:
-    """Logits and gradient (one copy if fused, else three, two in fp32), the last
-    hidden states with gradients, and the head's weight with its own. The rows of candidates are gathered in fp32, and so
-    is their gradient."""
+    """Logits and gradient (one copy if fused, else three, two in fp32), the last hidden states with gradients, and the
+    head's weight with its own. The rows of candidates are gathered in fp32, and so is their gradient."""
     a, V, D = BYTES[precision], candidates or model.vocab_size, model.hidden_size
     logits = -(-tokens // chunks) * V * (a if fused else a + 8)
     gathered = 8 * V * D if candidates else 0

@@ -84,15 +84,12 @@ class Muon(_Uncompiled):
             for stack in _stacks(group["params"]):
                 first = stack[0]
                 like: dict[str, Any] = {"dtype": first.dtype, "device": first.device}
-                if is_spread(first):
-                    buffers = [torch.zeros_like(p) for p in stack]
-                else:
-                    buffers = list(torch.zeros(len(stack), *first.shape, **like))
-                rows = torch.zeros(len(stack), len(first), **like)
-                for p, buffer, mean_square in zip(stack, buffers, rows, strict=True):
-                    self.state[p]["momentum_buffer"] = buffer
-                    if normalize:
-                        self.state[p]["row_mean_square"] = mean_square
+                whole = None if is_spread(first) else torch.zeros(len(stack), *first.shape, **like)
+                slots = {"momentum_buffer": [torch.zeros_like(p) for p in stack] if whole is None else whole}
+                if normalize:
+                    slots["row_mean_square"] = torch.zeros(len(stack), len(first), **like)
+                for p, *values in zip(stack, *slots.values(), strict=True):
+                    self.state[p].update(zip(slots, values, strict=True))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

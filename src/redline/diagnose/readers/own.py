@@ -28,7 +28,8 @@ def read_run(path: Path) -> Observed:
 def observed(run: read.Run) -> Observed:
     watched = any(event.get("loop") == "watched" for event in run.events)
     recipe, plan, notes = (None, None, ()) if watched else _plan_and_recipe(run)
-    warm = {line["step"] for line in run.warm}
+    ramp = 0 if recipe is None else recipe.train.length_ramp_steps  # meant to be faster: sequences are cut
+    warm = {line["step"] for line in run.warm if line["step"] > ramp}
     whose = "watched" if recipe is None else "redline-rl" if recipe.rl else "redline"
     return Observed(
         source=str(run.path),

@@ -47,12 +47,9 @@ def older(x: Tensor) -> bool:
 
 def attend(attn: "Attention", qkv_BTHC: Tensor, *, rope: Rope | None, copied: bool = False) -> Tensor:
     """The seam's function for a batch: (B, T, H + 2K, C) to (B, T, H * C)."""
-    if (
-        qkv_BTHC.is_cuda
-        and not copied
-        and (rope is None or len(rope[0]) == qkv_BTHC.shape[1])
-        and (found := by_kernel(attn, qkv_BTHC.flatten(0, 1), rope)) is not None
-    ):
+    # The kernel would begin again at the end of the angles; `rotate` refuses a batch that is longer.
+    reach = rope is not None and len(rope[0]) == qkv_BTHC.shape[1]
+    if reach and not copied and (found := by_kernel(attn, qkv_BTHC.flatten(0, 1), rope)) is not None:
         q, k, v = (x_NHC.unflatten(0, qkv_BTHC.shape[:2]) for x_NHC in found)
         return causal(q, k, v)
     q, k, v = attn.split(qkv_BTHC)
@@ -62,11 +59,11 @@ def attend(attn: "Attention", qkv_BTHC: Tensor, *, rope: Rope | None, copied: bo
 
 
 def by_kernel(attn: "Attention", qkv_NHC: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Queries and keys normalised and rotated, and values, if there is a kernel for both. Under autocast, which we do not
-    train with, the model is the plain one that `redline bench train` measures beside ours."""
+    """Queries and keys normalised and rotated, and values, if there is a kernel for both; not under autocast, as
+    `eager_on_gpu` says."""
     q_norm, k_norm = attn.q_norm, attn.k_norm
-    fits = heads.able and qkv_NHC.dtype.itemsize == 2 and not torch.is_autocast_enabled("cuda")
-    if rope is None or q_norm is None or k_norm is None or not fits:
+    half = qkv_NHC.is_cuda and qkv_NHC.dtype.itemsize == 2 and not torch.is_autocast_enabled("cuda")
+    if rope is None or q_norm is None or k_norm is None or not (half and heads.able):
         return None
     given = qkv_NHC, q_norm.weight, k_norm.weight, *rope
     found: tuple[Tensor, Tensor, Tensor] = heads.normed_and_rotated(
