@@ -114,7 +114,7 @@ def missing(observed: Observed) -> tuple[str, ...]:
         "the GPU (--fact gpu=h100-80g)": facts.gpu,
         "how many (--fact gpus=8)": facts.gpus,
         "the model's size (--fact parameters=7B)": size,
-        "tokens an update (--fact tokens=500k)": observed.tokens_per_s or facts.total_flops,
+        "tokens per update (--fact tokens=500k)": observed.tokens_per_s or facts.total_flops,
     }
     return tuple(name for name, value in known.items() if not value)
 
@@ -129,7 +129,7 @@ def verdict(observed: Observed, findings: list[Finding]) -> Verdict:
         return Verdict("not judged", little, missing(observed) if observed.steps else ())
     named = [finding for finding in findings if worth(finding) > 0]
     if observed.format == "runs":
-        text = "A table of runs: none of them is judged by its updates."
+        text = "This is a table of runs: none of them is judged by its updates."
         return Verdict("found" if named else "not judged", text, ("the history of one run",))
     if observed.format == "run":
         return Verdict("found", "") if named else _of_our_run(observed)
@@ -143,11 +143,11 @@ def verdict(observed: Observed, findings: list[Finding]) -> Verdict:
     if named:
         return Verdict("found", "")
     if share and against:
-        text = f"An MFU of {format_share(share[0])} ({share[1]}), and nothing in the lines says where the rest goes."
+        text = f"An MFU of {format_share(share[0])} ({share[1]}), and nothing in the log says where the rest goes."
         return Verdict("not judged", text)
     needs = missing(observed)
     without = f" without {', '.join(needs)}" if needs else ""
-    text = f"Nothing in the lines holds it back, but its speed was not judged{without}."
+    text = f"The log shows nothing that holds it back, but its speed was not judged{without}."
     return Verdict("not judged", text, needs)
 
 

@@ -22,7 +22,7 @@ from redline.record.units import format_amount, format_duration
 WORTH_SAYING = 0.05
 """Shares of the step below this are left alone: two runs of the same thing differ by as much."""
 UNNAMED = ("slow-updates", "low-mfu")
-"""Causes that say that time is lost and not to what: they stand behind all that do."""
+"""Causes that say that time is lost but not to what: they come after all that do."""
 PRIOR = 3.0
 """How many real logs the planted faults weigh as much as, in the precision of a cause."""
 UNCONFIRMED = 0.75
@@ -82,7 +82,7 @@ def causes() -> dict[str, dict[str, Any]]:
 
 @cache
 def _mended_by() -> dict[str, str]:
-    """Of each cause the entry of the catalogue that mends it."""
+    """Of each cause the entry of the catalogue that fixes it."""
     return {cause: name for name, entry in catalogue().items() for cause in entry.mends}
 
 

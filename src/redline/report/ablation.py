@@ -80,7 +80,7 @@ class Ablation:
 
 
 def ablation(rows: list[Line]) -> list[Ablation]:
-    """The charts, one a workload and stage, all on one scale that holds every number and 1."""
+    """The charts, one per workload and stage, all on one scale that holds every number and 1."""
     measured = [number(row.get(key)) for row in rows for key in ("measured_ratio", "low", "high")]
     factors = [value for value in measured if value and value > 0]
     factors += [value for row in rows for value in _pair(row.get("claimed")) or ()]

@@ -162,7 +162,7 @@ def _training_parts(run: Run) -> list[TimePart]:
         *_update_parts(run, step_s - first_s - wait_s),
         TimePart("data wait", wait_s, "waiting for the loader"),
         TimePart("first updates", first_s, warm_up),
-        TimePart("checkpoints", stalled_s, "stalls of the loop; writing goes on in parallel"),
+        TimePart("checkpoints", stalled_s, "stalls of the loop; writing continues in parallel"),
         TimePart(rest, total_s - step_s - stalled_s, "training time outside updates and checkpoints"),
     ]
     return [part for part in parts if part.elapsed_s > 0]

@@ -23,10 +23,10 @@ from redline.record.units import DASH, factor, format_bytes, format_duration, fo
 from redline.report.compare import Comparable
 
 FIGURES = {
-    "response_tokens": ("tokens of an answer", "{:.0f}".format),
+    "response_tokens": ("tokens per answer", "{:.0f}".format),
     "cut_share": ("answers cut off", format_share),
     "entropy": ("entropy, nats/token", "{:.3f}".format),
-    "kl": ("KL from the start, nats/token", "{:.4f}".format),
+    "kl": ("KL from the initial model, nats/token", "{:.4f}".format),
     "clip_share": ("tokens clipped", format_share),
     "logprob_gap": ("engine against trainer, nats/token", "{:.2g}".format),
     "versions_behind": ("versions behind", "{:.2g}".format),

@@ -154,7 +154,7 @@ class Store:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, SCHEMA_VERSION):
             raise DataError(
-                f"{self.path} has layout {version}, and this Redline reads {SCHEMA_VERSION}: use the version that wrote"
+                f"{self.path} has layout {version}, but this Redline reads {SCHEMA_VERSION}: use the version that wrote"
                 " it"
             )
         if version == 0:
@@ -189,7 +189,7 @@ class Store:
         }
         if len(rows) < len(questions):
             raise DataError(
-                f"a task must give every question of a split its own id, and {len(questions) - len(rows)} came twice"
+                f"a task must give every question of a split its own id, but {len(questions) - len(rows)} came twice"
             )
         with self._transaction():
             known = dict(self._db.execute("SELECT id, text || char(10) || answer FROM questions"))

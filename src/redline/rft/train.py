@@ -77,7 +77,7 @@ def train(session: Session, on: On) -> dict[str, Any]:
     if (finished := read_done(place)) is not None:
         if finished["fingerprint"] != fingerprint:
             raise ConfigError(
-                f"{place.record} was trained on other examples than there are now: give another --run, or delete it"
+                f"the examples have changed since {place.record} was trained: give another --run, or delete it"
             )
         return finished
     session.drop_adapters()

@@ -1,4 +1,4 @@
-"""GRPO: an answer is as good as its reward stands above its group's, in standard deviations. The loss is PPO's clipped
+"""GRPO: the advantage of an answer is how far its reward lies above its group's mean, in standard deviations. The loss is PPO's clipped
 one, averaged over all tokens of the update, as DAPO and TRL (`loss_type="dapo"`) have it.
 
     advantages(group, [1.0, 0.0, 0.0, 0.0])      # [1.5, -0.5, -0.5, -0.5], nearly
@@ -23,8 +23,8 @@ SMALLEST_STD = 1e-4
 
 
 def advantages(group: Group, rewards: Sequence[float]) -> list[float] | list[None]:
-    """How far each reward stands above the group's mean, in (sample) standard deviations. Answers that are all as good
-    have no advantage over each other."""
+    """How far each reward lies above the group's mean, in (sample) standard deviations. Equally good answers have no
+    advantage over each other."""
     if max(rewards) == min(rewards):
         return [None] * len(rewards)
     mean, scale = fmean(rewards), stdev(rewards) + SMALLEST_STD

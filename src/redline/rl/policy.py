@@ -11,7 +11,7 @@ a model that each process holds whole, because generation is its own business on
 the steps: its slots and CUDA graphs are made once.
 
 With workers apart from the trainer (engine/ray.py) answers can be drawn beside an update. Validations stay with the
-engine here: they need the newest weights, and workers go on with the next step.
+engine here: they need the newest weights, and workers continue with the next step.
 """
 
 import time
@@ -124,7 +124,7 @@ class Policy:
         }
 
     def fewer_slots(self, error: torch.OutOfMemoryError) -> None:
-        """Memory ran out while generating: go on with half of the slots."""
+        """Memory ran out while generating: continue with half of the slots."""
         if self.on is not None:
             raise MachineError(
                 f"a worker ran out of memory with {self.slots} slots: set plan.slots={self.slots // 2}"

@@ -1,5 +1,5 @@
-"""PPO with a critic: a second model of the same size, with a value instead of a vocabulary, says at every token what
-the answer will earn; what it earns more is the token's advantage (GAE).
+"""PPO with a critic: a second model of the same size, with a value instead of a vocabulary, predicts at every token what
+the answer will earn; what it earns beyond that is the token's advantage (GAE).
 
     critic = make_critic(base, recipe, plan, process)
     critic.expect(passes)            # values, advantages and returns into the rows' columns
@@ -38,7 +38,7 @@ VALUE_CLIP = 0.2
 
 
 PPO = Algorithm(lambda group, rewards: [0.0] * len(rewards), policy_loss)
-"""The critic learns from every answer, and says the advantages."""
+"""The critic learns from every answer, and sets the advantages."""
 
 
 def generalised_advantages(
@@ -80,7 +80,7 @@ class Critic:
 
     @torch.no_grad()
     def expect(self, passes: Iterable[Sequence[Row]]) -> None:
-        """Say what every token of this process's rows should earn, and from that how good it was."""
+        """Predict what every token of this process's rows should earn, and from that how good it was."""
         own = []
         for rows in passes:
             for row, value in by_row(rows, self._values(rows)):

@@ -24,7 +24,7 @@ FOLLOWS |= {"tokens_per_s", "samples_per_s", "updates_per_s"}
 
 
 def read_log(path: Path, columns: Mapping[str, str], given: Mapping[str, Any]) -> Observed | None:
-    """The log at a path; None where the file holds no training. `given` are facts that the user tells."""
+    """The log at a path; None if the file holds no training. `given`: facts from the user."""
     source, name = source_of(path), str(path)
     trainer = recognise(source.marks)
     listed = source.rows[0].cells.keys() if source.format == "csv" and source.rows else ()
@@ -66,7 +66,7 @@ def _of_a_table(log: Log, source: Source, name: str) -> list[Row]:
 
 
 def _of_runs(runs: Sequence[Mapping[str, Any]], source: str, trainer: Trainer) -> Observed:
-    """A table with a line a run: what most of them share."""
+    """A table with one line per run: what most of them share."""
     cells = {name: [v for row in runs if (v := finite(row.get(name)))] for name in runs[0]}
     found = {ours: cells.get(name, []) for name, ours in table("columns")["of_a_run"].items()}
     counts = [v for name in ("_step", "iter", "step") for v in cells.get(name, [])]
@@ -105,15 +105,15 @@ def _of_a_console(log: Log, source: Source) -> list[Row]:
 
 
 def _longest(rows: Sequence[Row], notes: list[str]) -> list[Row]:
-    """Of the runs in a log the one that is read."""
+    """The run of a log that is read."""
     runs, counted_on = runs_of(rows)
     told = [sum(row.trained or "step_s" in row.values for row in each) for each in runs]
     run = max(zip(told, map(len, runs), range(len(runs)), runs, strict=True))[-1]
     if len(runs) > 1:
         steps = f"steps {run[0].step:,} to {run[-1].step:,}"
-        notes.append(f"{len(runs)} runs in this log; the longest, {steps}, is read")
+        notes.append(f"{len(runs)} runs in this log; reading the longest, {steps}")
     if counted_on:
-        notes.append(f"the step starts again with each epoch: counted on to {run[-1].step:,}")
+        notes.append(f"the step restarts with each epoch: counted on to {run[-1].step:,}")
     return run
 
 
@@ -137,8 +137,8 @@ def _trains(rows: Sequence[Row]) -> bool:
 
 
 def _placed(rows: list[Row], log: Log, text: str) -> list[Row]:
-    """Lines of Hugging Face's Trainer without its bar: they tell their epoch, and its head or its closing line how many
-    steps there are of how many epochs."""
+    """Lines of Hugging Face's Trainer without its bar: they give their epoch, and its head or its closing line gives the
+    number of steps and of epochs."""
     names = ("Total optimization steps", "Num Epochs")
     told = [re.search(rf"{name} = ([\d,]{{1,12}})\b", text) for name in names]
     steps, epochs = (float(found[1].replace(",", "")) if found else 0.0 for found in told)
@@ -280,7 +280,7 @@ def _lost(run: Sequence[Row]) -> set[int]:
 
 
 def _contradicted(run: Timed, facts: Facts) -> float | None:
-    """tokens/s as printed, where neither all GPUs nor one of them make it."""
+    """tokens/s as printed, if neither all GPUs nor one of them can produce it."""
     rate, step_s, tokens = (run.typical(name) for name in ("tokens_per_s", "step_s", "tokens"))
     if not rate or not step_s or not tokens or run.source.startswith("tokens"):
         return None

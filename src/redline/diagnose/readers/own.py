@@ -95,5 +95,5 @@ def _facts(run: read.Run, recipe: Recipe | None, watched: bool) -> Facts:
         )
     except (AttributeError, KeyError, TypeError) as error:
         raise DataError(
-            f"{run.path / 'plan.json'} is not what a watched loop writes: {error!r}; move it away to go on without it"
+            f"{run.path / 'plan.json'} is not what a watched loop writes: {error!r}; move it away to continue without it"
         ) from error

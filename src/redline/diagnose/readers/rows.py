@@ -22,7 +22,7 @@ from redline.errors import ConfigError, DataError, nearest
 TIMES = {"step_s", "tokens_per_s", "samples_per_s", "updates_per_s", "mean_updates_per_s", "mean_step_s"}
 TIMES |= {"elapsed_s", "at_s"}
 LATE = 3
-"""Lines by which one may come late."""
+"""How many lines late a line may come."""
 SIGNED = ("loss", "mfu", "grad_norm")
 
 
@@ -131,7 +131,7 @@ def _given(given: Mapping[str, str], labels: Mapping[str, str], source: str) -> 
     for quantity, text in given.items():
         if quantity not in (known := synonyms()):
             near = nearest(quantity, known)
-            raise ConfigError(f"--map knows no {quantity!r}{near}; it may name {', '.join(known)}")
+            raise ConfigError(f"--map does not know {quantity!r}{near}; it takes {', '.join(known)}")
         name, unit = (text, plain(text)[1]) if text in labels else text.rpartition(":")[::2]
         if name not in labels:
             name = name or text
@@ -141,7 +141,7 @@ def _given(given: Mapping[str, str], labels: Mapping[str, str], source: str) -> 
         if unit and unit.lower() not in units:
             may = ", ".join(filter(None, units)) or "none"
             given_as = f"--map {quantity}={text}"
-            raise ConfigError(f"{given_as}: {quantity} knows no unit {unit!r}; it may have {may}")
+            raise ConfigError(f"{given_as}: {quantity} has no unit {unit!r}; it takes {may}")
         found[quantity] = Column(name, units.get(unit.lower(), 1.0), told=True)
     return found
 

@@ -191,12 +191,12 @@ def _settle_units(run: Timed, log: Log) -> None:
             ratio = raw / reference
             factor = min((1.0, 1e-3, 60.0), key=lambda unit: abs(math.log(ratio * unit)))
             if not 0.5 <= ratio * factor <= 2:
-                run.notes.append(f"{name} is not read: in no unit is it the time that the clock shows")
+                run.notes.append(f"{name} is not read: it matches the clock in no unit")
                 for row in rows:
                     row.values.pop("step_s", None)
         else:
             said = "milliseconds" if factor < 1 else "seconds"
-            run.notes.append(f"{name} is read as {said} (--map step_s={name}:ms or :s overrules)")
+            run.notes.append(f"{name} is read as {said} (--map step_s={name}:ms or :s overrides this)")
         _scale(rows, "step_s", factor)
     step_s = _middle([row.values.get("step_s") for row in rows]) or reference
     timers = [value for name in TIMERS if (value := _unsettled(rows, name))]
