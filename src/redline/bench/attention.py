@@ -79,7 +79,7 @@ def bench_attention(
 
 
 def crossing_lengths(rows: Sequence[BenchRow]) -> dict[str, float | None]:
-    """Of each comparison the length from which kernel attention is faster."""
+    """For each comparison, the length from which kernel attention is faster."""
     times = _times(rows)
     return {
         f"{what} against {arm}": crossing(times[what, arm], times[what, "favor"])
@@ -128,7 +128,7 @@ def page(
         lines += ["", f"## {title}", "", *grid(["tokens", *(SHOWN[arm] for arm in arms)], body)]
     lines += ["", "## From which length kernel attention is faster", ""]
     for name, length in crossings.items():
-        lines.append(f"- {name}: {'not up to there' if length is None else f'{length:,.0f} tokens'}")
+        lines.append(f"- {name}: {'at no measured length' if length is None else f'{length:,.0f} tokens'}")
     return [*lines, *(f"\nAn arm failed: {row['failed']}" for row in rows if "failed" in row)]
 
 

@@ -138,10 +138,10 @@ def _findings(rows: Sequence[BenchRow], _work: GenerationWork) -> list[str]:
         times = best["redline"] / best["generate"]
         found.append(f"Best of redline: {times:.1f} times the tokens/s of the best of transformers.")
     return found + [
-        f"Mixed lengths, {MIXED_WAVES} sequences a slot: slot occupancy {row['occupancy']:.1%} (decoded"
+        f"Mixed lengths, {MIXED_WAVES} sequences per slot: slot occupancy {row['occupancy']:.1%} (decoded"
         f" tokens over {row['slots']:,} slots x {row['decode_steps']:,} steps;"
         f" {row['most_occupancy']:.1%} is the most that this order of lengths allows);"
-        f" {row['row_occupancy']:.1%} of the rows computed were of use."
+        f" {row['row_occupancy']:.1%} of the rows computed were useful."
         for row in rows
         if "occupancy" in row
     ]

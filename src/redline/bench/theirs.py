@@ -52,7 +52,7 @@ def model_of(
 
 
 def batching_options() -> dict[str, int]:
-    """Of its continuous batching, whose default cache takes most of a CPU's memory."""
+    """Settings of its continuous batching, whose default cache takes most of a CPU's memory."""
     return {} if torch.cuda.is_available() else {"num_blocks": 64, "max_batch_tokens": 64}
 
 

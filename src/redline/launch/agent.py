@@ -74,7 +74,7 @@ def _run_agent(
         with handled_by(agent.request_stop, *processes.STOPS):
             agent.run()
     except Stopped:
-        if nodes.least < nodes.most:  # the others go on
+        if nodes.least < nodes.most:  # the others continue
             return agent.code
     except RedlineError:
         handler.shutdown()
@@ -198,7 +198,7 @@ class Agent(elastic.SimpleElasticAgent):
         if self._remaining_restarts == 0 or (broken[0].has_said_why and not helps):
             self.code = broken[0].tell()
         else:
-            _say(f"{broken[0].summary}; starting again from the last checkpoint with the nodes that are left")
+            _say(f"{broken[0].summary}; starting again from the last checkpoint with the nodes that remain")
         return elastic.RunResult(state=elastic.WorkerState.FAILED)
 
     def _wait(self) -> None:

@@ -69,7 +69,7 @@ def run_alone(arguments: Sequence[str]) -> int:
 
 
 def environment_of(nproc: int, **place: object) -> dict[str, str]:
-    """Of one of so many processes on this machine: the variables that torchrun would set."""
+    """The environment of one of `nproc` processes on this machine: the variables that torchrun would set."""
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc))} if nproc > 1 else {}
     return {**threads, **os.environ, LAUNCHER: str(os.getpid())} | {n: str(v) for n, v in place.items()}
 

@@ -73,7 +73,7 @@ def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Say = 
         save(facts, ceilings)
     except StorageError as error:
         # A home that cannot be written costs one measurement for each process, not the run.
-        progress(f"the ceilings are not kept and will be measured again next time: {error}")
+        progress(f"the ceilings could not be saved and will be measured again next time: {error}")
     return ceilings
 
 

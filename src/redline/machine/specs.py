@@ -109,7 +109,7 @@ _FIGURES: dict[str, tuple[str, dict[str, float]]] = {
     "node": ("node_gpus", {"": 1.0}),
     **{name: (f"{name}_tflops", {"": 1.0, "tflop/s": 1.0, "tflops": 1.0}) for name in PEAKS},
 }
-"""What a user may give, and its units: GB of memory are binary on every datasheet, GB/s are not."""
+"""The figures a user may give, and their units: GB of memory are binary on every datasheet, GB/s are not."""
 _SPECIFICATION = (
     "a GPU is given by a name or by memory, bandwidth and dense TFLOP/s in bf16 or fp16 (more: tf32, fp32, fp8),"
     ' such as "memory=24GB,bf16=165,bandwidth=1008GB/s"; many by their number and an x before it, with the GB/s of'
@@ -158,9 +158,9 @@ def find_spec(name: str) -> GpuSpec:
     if name in SPECS or len(found) == 1:
         return SPECS.get(name) or found[0]
     if found:
-        raise ConfigError(f"{name} is more than one GPU: {' or '.join(spec.name for spec in found)}")
+        raise ConfigError(f"{name} matches more than one GPU: {' or '.join(spec.name for spec in found)}")
     if any(re.fullmatch(r"mi\d{2,3}[a-z]?|radeon|gaudi\d?|tpu\w*", word) for word in words):
-        raise ConfigError(f"{name} is no NVIDIA GPU, and Redline runs on CUDA; known: {', '.join(SPECS)}")
+        raise ConfigError(f"{name} is not an NVIDIA GPU, and Redline runs on CUDA; known: {', '.join(SPECS)}")
     raise ConfigError(
         f"no GPU {name!r} in the datasheet table{nearest(name.lower(), SPECS)}; known: {', '.join(SPECS)}; or"
         " give its figures, as in `redline plan --help`"

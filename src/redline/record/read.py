@@ -112,12 +112,12 @@ class Run:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """What was computed: losses compare only if it is the same."""
+        """What was computed: losses are comparable only if it is the same."""
         return self.typed.fingerprint if self.typed else None
 
     @cached_property
     def work(self) -> str | None:
-        """The work of one update: speeds compare only if it is the same."""
+        """The work of one update: speeds are comparable only if it is the same."""
         planned = self.plan.get("work")
         return planned if isinstance(planned, str) else self.typed.work if self.typed else None
 
@@ -202,7 +202,7 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """Everything in the folder; refuses a folder that is not a run's."""
-    lost = lost_owner(path)  # first: what it had to say is then there
+    lost = lost_owner(path)  # first, so that all that it wrote is there
     recipe_path = path / "recipe.toml"
     recipe = read_text(recipe_path, missing="")
     if not any(exists(path / name) for name in RECORDS):
@@ -210,7 +210,7 @@ def read_run(path: Path) -> Run:
         raise DataError(f"{path} is not a run folder ({missing}): give one of `redline train` or `rft run`")
     metrics, events = read_lines(metrics_path(path)), read_lines(RunFolder(path).events_path)
     if exists(recipe_path) and not recipe.strip() and (metrics or events):
-        raise DataError(f"{recipe_path} is empty, so what the run is cannot be told: put its recipe back")
+        raise DataError(f"{recipe_path} is empty, so nothing tells what the run is: put its recipe back")
     return Run(
         path=path,
         label=path.resolve().name,

@@ -1,6 +1,6 @@
 """Events in words: how a line of events.jsonl reads on every screen and page.
 
-    told("checkpoint", {"step": 500, "stalled_s": 0.009})      # checkpoint of update 500, 9 ms of training lost
+    told("checkpoint", {"step": 500, "stalled_s": 0.009})      # checkpoint of update 500, training stalled for 9 ms
 
 The sentences stand in events.toml.
 """

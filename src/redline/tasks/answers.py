@@ -21,7 +21,7 @@ from redline.tasks.task import Question, Verdict
 INSTRUCTION = "End with the answer in answer tags, like <answer>{}</answer>."
 END = "</answer>"
 LONGEST_ANSWER = 20_000
-"""Characters. What is longer is no answer, and could keep a parser busy for minutes."""
+"""Characters. A longer text is not an answer, and could keep a parser busy for minutes."""
 
 _TAGS = (
     re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL),

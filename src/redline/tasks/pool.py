@@ -7,8 +7,8 @@ nothing else.
 
 Each worker is a fresh Python process that loads the task by name or path (no fork of a process that holds a
 GPU, no pickle). A completion has `budget_s` of wall clock; past it the worker and all of its children are
-killed, the completion is scored 0 with the reason, and a new worker goes on with the rest. Generated code runs
-in the sandbox of the worker (`sandbox.py`), and dies with it; a weak sandbox is warned of.
+killed, the completion is scored 0 with the reason, and a new worker takes the rest. Generated code runs
+in the sandbox of the worker (`sandbox.py`), and dies with it; a weak sandbox raises a warning.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Pool:
         budget_s: float = 5.0,
         memory_bytes: int = 2 << 30,
     ) -> None:
-        """`workers`: default one a core; `budget_s`: wall clock a completion; `memory_bytes`: address space a process."""
+        """`workers`: default one per core; `budget_s`: wall clock per completion; `memory_bytes`: address space per process."""
         count = workers if workers is not None else len(os.sched_getaffinity(0))
         if count < 1 or not budget_s > 0:
             raise ConfigError(
@@ -139,7 +139,7 @@ class Pool:
 
 
 class _Child:
-    """One worker process and the pipes to it. Used by one thread at a time, but for `stop`."""
+    """One worker process and the pipes to it. Used by one thread at a time, except for `stop`."""
 
     def __init__(self, arguments: list[str], budget_s: float) -> None:
         self._arguments, self._budget_s = arguments, budget_s

@@ -88,7 +88,7 @@ def run(program: str, given: str = "", *, limits: Limits | None = None, layer: s
 
 
 def weakness() -> str | None:
-    """What to warn of where only limits hold generated code; None where a stronger layer does."""
+    """The warning where only limits hold generated code; None where a stronger layer does."""
     if (layer := in_force()).name != "limits":
         return None
     why = "; ".join(f"{other.name}: {other.missing}" for other in layers() if other.missing)
