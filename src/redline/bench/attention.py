@@ -40,14 +40,14 @@ SHOWN = LABELS | {"softmax": "softmax attention in the engine"}
 class Work:
     lengths: tuple[int, ...]
     tokens: int
-    """In each training pass; at least one sequence."""
+    """Tokens in each training pass; at least one sequence."""
     heads: int
     head_size: int
     features: int
     sequences: int
-    """That take a decode step together."""
+    """Sequences that take a decode step together."""
     runs: int
-    """Timed; the median counts."""
+    """Timed runs; the median counts."""
 
 
 WORK = {

@@ -54,7 +54,7 @@ class FinetuningWork:
     lora: LoraConfig
     lr: float
     updates: dict[str, int]
-    """Of each arm; fewer for the slow ones."""
+    """Updates of each arm; fewer for the slow ones."""
 
     @property
     def recipe(self) -> Recipe:

@@ -24,7 +24,7 @@ from redline.plan.roofline import generation_floor_s
 from redline.record.units import format_duration
 
 TEMPERATURE = 0.8
-"""Of all sampled rows; no top-k or top-p."""
+"""Temperature of all sampled rows; no top-k or top-p."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class GenerationWork:
     continuous: tuple[int, int]
     """Prompts and samples for its continuous batching."""
     samples: int
-    """Of a prompt, for our engine."""
+    """Samples per prompt, for our engine."""
     sequences: tuple[int, ...]
     """Sequences generated together by our engine."""
     mixed_slots: int

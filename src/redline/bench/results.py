@@ -143,7 +143,7 @@ class Bench:
     arm: str
     """The function of `{arm}` in its process."""
     columns: Sequence[Column]
-    """Of the table; the first names a row."""
+    """Columns of the table; the first names a row."""
     reference: Reference
     about: Callable[[Any], Sequence[str]]
     """What the work is and how it is counted."""
@@ -236,7 +236,7 @@ def _speeds(results: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
     for entry in results.get("results", ()):
         recipe, plan = entry["recipe"], entry["plan"]
         tokens = recipe["train"]["batch_size"] * recipe["data"]["seq_len"]
-        work = f"{recipe['name']} {plan['precision']['value']}, {tokens:,} tokens an update,"
+        work = f"{recipe['name']} {plan['precision']['value']}, {tokens:,} tokens per update,"
         for arm, row in entry["arms"].items():
             named = row.get("speeds") or {arm: row}
             rows += [(f"{work} {name}", {"row": name, **speed}) for name, speed in named.items()]

@@ -64,7 +64,7 @@ PHASES = {
     "backward_s": "backward",
     "optimizer_s": "optimiser",
 }
-"""Of a step, as its line has them."""
+"""Parts of a step, as its line has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +74,11 @@ class RlWork:
     new_tokens: int
     group_size: int
     questions: tuple[int, ...]
-    """Of a step."""
+    """Questions per step."""
     pass_rows: int
     """Answers in one pass of TRL's update."""
     steps: int
-    """Timed, after one that warms up."""
+    """Timed steps, after one that warms up."""
     actor: ModelConfig
     actor_rows: int
     actor_tokens: int
@@ -180,7 +180,7 @@ def trl(setting: dict[str, str]) -> Iterator[BenchRow]:
 
 
 def trl_continuous(setting: dict[str, str]) -> Iterator[BenchRow]:
-    """The smallest rollout, timed once: 20 s a step on an H200."""
+    """The smallest rollout, timed once: 20 s per step on an H200."""
     work = replace(WORKS[setting["name"]], steps=1)
     yield _trl(work, work.questions[0], continuous=True)
 

@@ -136,7 +136,7 @@ def page(hardware: Hardware, facts: MachineFacts, results: Sequence[BenchRow]) -
             f"## {recipe['name']}, {precision}",
             "",
             f"{plan['prediction']['parameters']:,} parameters, T = {recipe['data']['seq_len']},"
-            f" {recipe['train']['batch_size']} sequences an update in passes of {micro}; attention {attention}, cross"
+            f" {recipe['train']['batch_size']} sequences per update in passes of {micro}; attention {attention}, cross"
             f" entropy {cross_entropy}, compile {compiled}; work {plan['work']}.",
             "",
             *table(COLUMNS, _rows(entry["arms"], plan, hardware), lambda other, _: other["row"] == "bare"),

@@ -55,7 +55,7 @@ ARGUMENTS = {
 --set TABLE.KEY=VALUE...   override a value of every recipe
 --data SOURCE              what to train on (default tinyshakespeare)
 --blocks N                 timed blocks of each arm (default 6)
---steps-per-block N        updates in a block (default 5)
+--steps-per-block N        updates per block (default 5)
 --arm ARM...               loop (always interleaved with the bare step), plain or hf (default: all)
 {AGAINST}
 {OUT}""",

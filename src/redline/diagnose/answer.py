@@ -77,7 +77,7 @@ def what_it_is(observed: Observed) -> list[tuple[str, str]]:
     tokens = observed.median("tokens") or facts.tokens
     if facts.batch_size or tokens:
         rows = f"{facts.batch_size:,.0f} sequences" if facts.batch_size else ""
-        held = f"{tokens:,.0f} tokens an update" if tokens else ""
+        held = f"{tokens:,.0f} tokens per update" if tokens else ""
         lines.append(("batch", ", ".join(filter(None, [rows, held]))))
     if observed.steps:
         more = observed.planned is not None and observed.planned > observed.updates

@@ -82,7 +82,7 @@ def causes() -> dict[str, dict[str, Any]]:
 
 @cache
 def _mended_by() -> dict[str, str]:
-    """Of each cause the entry of the catalogue that fixes it."""
+    """For each cause, the entry of the catalogue that fixes it."""
     return {cause: name for name, entry in catalogue().items() for cause in entry.mends}
 
 

@@ -90,10 +90,10 @@ class Facts:
     num_layers: float | None = None
     hidden_size: float | None = None
     experts: float | None = None
-    """Of a mixture: a token passes few of them."""
+    """Experts of a mixture: a token passes few of them."""
     flops_per_token: float | None = None
     total_flops: float | None = None
-    """Of the whole run, as the trainer counts them."""
+    """FLOPs of the whole run, as the trainer counts them."""
     gpus: float | None = None
     gpu: str | None = None
     """A board of the datasheet table, e.g. `h100-80g`."""
@@ -102,9 +102,9 @@ class Facts:
     memory_used_bytes: float | None = None
     """The most in use on one device, where it is not in the lines."""
     batch_size: float | None = None
-    """Sequences an update, all GPUs together."""
+    """Sequences per update, all GPUs together."""
     tokens: float | None = None
-    """Tokens an update, all GPUs together."""
+    """Tokens per update, all GPUs together."""
     micro_batch: float | None = None
     model_parallel: float | None = None
     """GPUs that hold one copy of the model together."""
@@ -218,9 +218,9 @@ class Observed:
     recipe: Recipe | None = None
     plan: Plan | None = None
     late: Slowest | None = None
-    """Of several processes the one that the others wait for."""
+    """With several processes, the one that the others wait for."""
     events: tuple[dict[str, Any], ...] = ()
-    """Of our runs, their events.jsonl; of others, the validations and checkpoints that the log shows: `step`, and
+    """Our runs: their events.jsonl; other logs: the validations and checkpoints that the log shows: `step`, and
     `took_s` where it can be told."""
     lines_are_means: bool = False
     """Whether the time of a line is the mean over the updates since the line before, or that of one update."""

@@ -103,7 +103,7 @@ class Line:
                         f"no answer from {self.url}{tries}: {why}; is the server up, and is this its address?"
                     ) from lost
                 pause_s = min(asked_s or wait_s * random.uniform(0.5, 1.0), LONGEST_WAIT_S)
-                # at most a line a second: all calls fail together
+                # at most one line per second: all calls fail together
                 if pause_s and time.monotonic() - self._told_at_s >= 1.0:
                     self._told_at_s = time.monotonic()
                     self._progress(f"{self.url}: {why}; trying again in {pause_s:.1f} s")

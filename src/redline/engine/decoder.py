@@ -116,7 +116,7 @@ class Decoder:
         self.forward.prefill(*prompts)
 
     def _read_again(self, given: tuple[Tensor, ...]) -> bool:
-        """Read by a CUDA graph, if prompts of this shape were read before."""
+        """Read by a CUDA graph, if prompts of this shape were read before; returns whether it did."""
         shape = given[0].shape
         if shape not in self._reads:
             self._reads[shape] = None

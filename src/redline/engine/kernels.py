@@ -98,7 +98,7 @@ def _cutoff(
 
 
 def pick(logits_BV: Tensor, slots: Slots, rows_B: Tensor, cutoff_B: Tensor | None) -> None:
-    """In two kernels, because one program for each row would take the longer the fewer rows there are."""
+    """Choose in two kernels: with one program per row, fewer rows would take longer."""
     rows, vocab = logits_BV.shape
     blocks = triton.cdiv(vocab, BLOCK)
     seen = torch.empty((3, rows, blocks), dtype=torch.float32, device=logits_BV.device)

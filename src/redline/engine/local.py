@@ -122,7 +122,7 @@ class LocalEngine(Engine):
         self._free: list[int] = []
         self._free_prompts: list[int] = []
         self._open: dict[int, _Sample] = {}
-        """By slot."""
+        """Samples by slot."""
         self._waiting: deque[_Asked] = deque()
         """Prompts that were read and have samples to start."""
         self._ended: list[_Sample] = []

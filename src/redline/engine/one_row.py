@@ -1,4 +1,4 @@
-"""A decode step for a single row: five kernels a layer instead of eight, and each begins while the one before runs.
+"""A decode step for a single row: five kernels per layer instead of eight, and each begins while the one before runs.
 
     logits_1V = decode(model, state, last_N, rows)          # if `computes(model)`
 

@@ -105,7 +105,7 @@ class _Member:
     joined: bool = False
     held: dict[int, _Piece] = field(default_factory=dict)
     fresh: list[_Piece] = field(default_factory=list)
-    """Held, and not yet sent."""
+    """Pieces held and not yet sent."""
     samples: int = 0
     joined_s: float = 0.0
     heard_s: float = 0.0
@@ -154,7 +154,7 @@ class RayEngine(Engine):
         self.version = -1
         """The newest weights."""
         self._weights: dict[int, tuple[Any, Any]] = {}
-        """By version: references to the weights and to adapters on them, or None."""
+        """References by version: to the weights and to adapters on them, or None."""
         self._base: Any = None
         self.publish(model)
         count = place.workers or gpus or max(1, cpus)

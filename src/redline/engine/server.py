@@ -64,7 +64,7 @@ DIALECTS = {
         name="llama.cpp", fields={"min_p": 0.0, "repeat_penalty": 1.0, "logprobs": 1}, no_top_k=0
     ),
 }
-"""By the `owned_by` of the server's models."""
+"""Dialects by the `owned_by` of the server's models."""
 TRANSFORMERS = Dialect(name="transformers serve", no_top_k=0, takes_ids=False)
 OTHER = Dialect(name="an OpenAI-compatible server of unknown kind")
 

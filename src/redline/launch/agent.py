@@ -32,7 +32,7 @@ from redline.train.places import step_folders
 from redline.train.stop import handled_by
 
 RESTARTS = 3
-"""Without a new checkpoint between them."""
+"""Most restarts without a new checkpoint between them."""
 TIMES_S = {"join_timeout": 600}
 """How long to wait for enough nodes. Torch waits 30 s for more of them, and gives up one that is silent for 15 s."""
 
@@ -202,7 +202,7 @@ class Agent(elastic.SimpleElasticAgent):
         return elastic.RunResult(state=elastic.WorkerState.FAILED)
 
     def _wait(self) -> None:
-        """Until all have ended. Those that were asked to stop save a checkpoint; if one fails, the others are given up."""
+        """Wait until all have ended. Those that were asked to stop save a checkpoint; if one fails, the others are given up."""
         while self._running():
             if any(
                 (member.process.returncode or 0) not in (0, processes.STOPPED_CODE) for member in self.members

@@ -92,7 +92,7 @@ def _watched(members: Sequence["Member"]) -> int:
 
 
 def failures(members: Sequence["Member"]) -> list["Member"]:
-    """Those of ended processes that failed, first the one whose failure explains the others'."""
+    """The ended processes that failed, first the one whose failure explains the others'."""
     for member in members:
         member.reader.join()
     return sorted((member for member in members if member.process.returncode), key=Member.blame)
@@ -160,7 +160,7 @@ class Member:
 
 
 def stop(members: Sequence[Member]) -> None:
-    """After a failure: the others notice and end, or wait in a collective and are killed."""
+    """Stop the others after a failure: they notice and end, or wait in a collective and are killed."""
     until_s = time.monotonic() + PATIENCE_S
     while any(member.process.poll() is None for member in members) and time.monotonic() < until_s:
         time.sleep(LOOK_EVERY_S)

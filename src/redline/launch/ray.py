@@ -78,13 +78,13 @@ def _actors(job: Job) -> list[dict[str, Any]]:
 
 
 def _bytes(size: str) -> int:
-    """As SLURM reads it: megabytes without a letter."""
+    """A size as SLURM reads it: megabytes without a letter."""
     number, unit = (size[:-1], size[-1]) if size[-1] in "KMGT" else (size, "M")
     return int(number) * 1024 ** ("KMGT".index(unit) + 1)
 
 
 def _seconds(limit: str) -> int:
-    """As SLURM reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    """A time as SLURM reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
     days, dash, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)

@@ -63,7 +63,7 @@ class MachineFacts:
     cpu_cores: int
     memory_bytes: int
     disk_free_bytes: int
-    """Of the current folder's disk."""
+    """Free bytes on the current folder's disk."""
     os: str
     python: str
     versions: dict[str, str | None]

@@ -40,9 +40,9 @@ class GpuSpec:
     fp8_tflops: float | None = None
     memory_bandwidth_bytes_per_s: float
     link_bytes_per_s: float = 32e9
-    """Of one GPU to the others in its node, each direction; PCIe 4 if nobody says."""
+    """From one GPU to the others in its node, each direction; PCIe 4 if nobody says."""
     network_bytes_per_s: float = 1.5625e9
-    """The same out of the node: its network cards shared among its GPUs."""
+    """From one GPU out of the node: the node's network cards shared among its GPUs."""
     node_gpus: int = 8
     count: int = 1
     """How many of them the user asked about."""
@@ -56,7 +56,7 @@ class GpuSpec:
 
 # Bytes/s of a GPU in each direction, inside and out of a node of eight: half of what NVLink's datasheets add up for both
 # directions, and the network cards of NVIDIA's own systems (DGX-1V: 4 x 100 Gbit/s; DGX A100: 8 x 200; DGX H100, H200
-# and B200: 8 x 400). Boards without NVLink: 16 lanes of PCIe, and 100 Gbit/s a node.
+# and B200: 8 x 400). Boards without NVLink: 16 lanes of PCIe, and 100 Gbit/s per node.
 _LINKS = {
     "dgx-v100": (150e9, 6.25e9), "dgx-a100": (300e9, 25e9), "dgx-h100": (450e9, 50e9), "dgx-b200": (900e9, 50e9),
     "pcie-3": (16e9, 1.5625e9), "pcie-4": (32e9, 1.5625e9), "pcie-5": (64e9, 1.5625e9),

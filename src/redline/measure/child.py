@@ -42,7 +42,7 @@ class Subject(Protocol):
     """Time that all steps so far waited for data."""
     losses: list[float]
     grad_norms: list[float]
-    """Of the steps so far; empty if the subject has none."""
+    """Gradient norms of the steps so far; empty if the subject has none."""
 
     def __init__(self, setting: dict[str, Any]) -> None: ...
     def step(self) -> None:

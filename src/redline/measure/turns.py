@@ -37,7 +37,7 @@ Enough = Callable[[Sequence[float], Sequence[float]], bool]
 
 class HasBlocks(Protocol):
     blocks_s: list[float]
-    """Seconds per step, one a block."""
+    """Seconds per step, one per block."""
 
     @property
     def failed(self) -> object | None: ...
@@ -145,7 +145,7 @@ class Turns:
         """Trials that ended well once, whose later failure is chance."""
         self._shortest_s: float | None = None
         self._longest_s = 0.0
-        """Of the pairs decided so far."""
+        """The shortest and the longest pair decided so far."""
 
     def __enter__(self) -> Self:
         return self
@@ -163,7 +163,7 @@ class Turns:
         return found
 
     def fair_end_s(self) -> float:
-        """By when one of several pairs must be decided, so that one that compiles for minutes leaves time for others."""
+        """The time by which one of several pairs must be decided, so that one that compiles for minutes leaves time for others."""
         now_s = self.clock()
         return min(self.deadline_s, now_s + max((self.deadline_s - now_s) / 2, 3 * self._longest_s))
 

@@ -29,7 +29,7 @@ class Seen:
 
     batches: int = 0
     rows: int = 0
-    """Of the first batch."""
+    """Rows of the first batch."""
     seq_len: int = 0
     """The longest; 0 if no batch had `input_ids`."""
     positions: int = 0
@@ -127,7 +127,7 @@ class Update:
     ended_at: float = 0.0
     late: Late | None = None
     added: dict[str, float] = field(default_factory=dict)
-    """Learned after it."""
+    """Numbers learned after it."""
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Lines:
     clock: Clock
     world_size: int
     tokens_per_step: float | None
-    """Of this process, if batches do not show it."""
+    """Tokens per step of this process, if batches do not show them."""
     started_at: float = 0.0
     tokens: float = 0.0
     elapsed_s: float = 0.0

@@ -147,9 +147,9 @@ class Traffic:
 
     gathered: int
     scattered: int
-    """By reduce-scatter."""
+    """Bytes received by reduce-scatter."""
     reduced: int
-    """By all-reduce."""
+    """Bytes received by all-reduce."""
     gathers: int
     scatters: int
     reductions: int

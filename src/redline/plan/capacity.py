@@ -24,7 +24,7 @@ from redline.plan.predict import longest_row
 from redline.plan.roofline import COPY_SHARE, attainable_tokens_per_s, generation_floor_s
 
 LINK_SHARE = 0.8
-"""Of a link's datasheet rate that large collectives reach: NCCL itself reckons with 235 of an A100's 300 GB/s."""
+"""Share of a link's datasheet rate that large collectives reach: NCCL itself reckons with 235 of an A100's 300 GB/s."""
 BASE_S, NVLINK_HOP_S, PCIE_HOP_S, NETWORK_HOP_S = 8.4e-6, 3.4e-6, 5.7e-6, 14e-6
 """Latency of a ring and of each of its hops, as NCCL's cost model has them (src/graph/tuning.cc, ring, simple)."""
 FASTEST_PCIE = 64e9
@@ -61,7 +61,7 @@ class Capacity:
     layout: str = ""
     memory_bytes: int = 0
     compute_s: float = 0.0
-    """Of the update."""
+    """Compute time of the update."""
     communication_s: float = 0.0
     received_bytes: int = 0
     parts_s: dict[str, float] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Capacity:
     bounds_s: tuple[float, float] = (0.0, 0.0)
     """The step if all communication were hidden, and if none were."""
     tokens: int = 0
-    """Of a step, over all GPUs."""
+    """Tokens of a step, over all GPUs."""
     actor_mfu: float | None = None
 
     @property

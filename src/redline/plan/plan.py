@@ -3,7 +3,7 @@ should give.
 
     plan = make_plan(recipe, hardware)         # planner.py
     plan.micro_batch                           # 64
-    plan.why["micro_batch"]                    # Why(reason="65,536 tokens a pass, ...", source="rule")
+    plan.why["micro_batch"]                    # Why(reason="65,536 tokens per pass, ...", source="rule")
     save(plan, path); load(path)               # plan.json, read strictly
 
 A plan never changes the training: micro_batch x accumulation x world_size is the recipe's batch, exactly.

@@ -25,7 +25,7 @@ COPY_SHARE = {"cuda": 0.6, "cpu": 1.0}
 """What element-wise kernels reach of the bandwidth: an H200 of its datasheet's, a CPU of a measured copy's."""
 LAUNCHES_A_LAYER = 125
 """Launches of tiny kernels that cost the host as much as a layer in a pass, forward and backward: 124M on an H200,
-compiled, took 16 ms a pass where a launch took 10.3 us (benchmarks/closed-loop)."""
+compiled, took 16 ms per pass where a launch took 10.3 us (benchmarks/closed-loop)."""
 LAUNCH_S = 10e-6
 """Seconds per launch where none was measured: the host of the H200 above."""
 UPDATE_LAUNCHES = 1_450
@@ -96,7 +96,7 @@ def launch_bound(recipe: Recipe, plan: Plan) -> bool:
 def roofline_tokens_per_s(
     recipe: Recipe, hardware: Hardware, world_size: int, values: dict[str, Any]
 ) -> float | None:
-    """The same if passes were so large that neither launches nor the edges of kernels counted."""
+    """The same for passes so large that neither launches nor the edges of kernels count."""
     rate, bandwidth = hardware.rate_tflops(values["precision"]), hardware.bandwidth_bytes_per_s
     dense = hardware.rate_tflops("bf16" if values["precision"] == "fp8" else values["precision"])
     if rate is None or dense is None or bandwidth is None:

@@ -105,7 +105,7 @@ def _steady_shapes(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str 
 
 
 def _steady_update(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
-    """As config/rules.py refuses it in a recipe."""
+    """Why a graph cannot repeat the update, as config/rules.py refuses it in a recipe."""
     if recipe.feedback is not None:
         return "feedback alignment runs a backward inside a backward, which is not captured"
     warms_up = recipe.train.orthogonality and recipe.train.orthogonality_warmup_steps

@@ -37,7 +37,7 @@ from redline.record.units import format_duration
 WARM_UP = 5
 BLOCKS = 6
 SILENT_AFTER_S = 60.0
-"""After no line for this long, and for ten updates, the process may be gone: a killed run cannot record its end."""
+"""With no line for this long, and for ten updates, the process may be gone: a killed run cannot record its end."""
 RECORDS = ("recipe.toml", "metrics.jsonl", "events.jsonl", "ablation.json", "trials.jsonl")
 """A run folder has one of these."""
 GROWING = ("metrics.jsonl", "events.jsonl", "samples.db", "samples.db-wal", "recipe.toml")
@@ -156,7 +156,7 @@ class Run:
 
     @property
     def planned_updates(self) -> int | None:
-        """As the last attempt counted them, else the last stage, else the recipe."""
+        """Planned updates, as the last attempt counted them, else the last stage, else the recipe."""
         counted = values(self.attempts[-1:], "updates")
         staged = values(self.told("stage")[-1:], "total_steps")
         told = (*counted, *staged, *values([table(self.recipe.get("train"))], "steps"))
@@ -315,7 +315,7 @@ def holes(lines: list[Line], end: int | None = None, begin: int = 0) -> list[tup
 
 
 def time_left_s(recent: list[Line], total_steps: float | None, max_hours: float | None) -> float | None:
-    """From the median of recent updates, which no checkpoint moves. None if the run has no planned end."""
+    """Time left by the median of recent updates, which no checkpoint moves. None if the run has no planned end."""
     step_s = values(recent, "step_s")
     if not step_s or not (total_steps or max_hours):
         return None
@@ -332,7 +332,7 @@ def silent_s(path: Path) -> float:
 
 
 def _state(events: list[Line]) -> State | None:
-    """From the last event that shows the state of the run."""
+    """The state by the last event that shows one."""
     for event in reversed(events):
         kind, why = event["event"], str(event.get("why", ""))
         if kind == "end":

@@ -18,7 +18,7 @@ _VALIDATION = {
     "valid_bits_per_byte": "{:.4f} bits/byte",
 }
 BAD = ("failed", "process_died", "out_of_memory", "validation_out_of_memory", "updates_not_recorded")
-"""Shown in red."""
+"""Events shown in red."""
 LOST = ("died", "hung")
 """States of a worker that are, too."""
 _QUIET = ("at", "event", "exit_code")

@@ -66,7 +66,7 @@ def _processes(run: Run) -> Crew:
 
 
 def _workers(events: list[Line]) -> Crew:
-    """From the events `worker` and `workers`: what each delivered over all its lives, and how it stands."""
+    """The workers, from the events `worker` and `workers`: what each delivered over all its lives, and how it stands."""
     found: dict[str, list[Line]] = {}
     for event in events:
         if event["event"] == "worker" and isinstance(event.get("name"), str):

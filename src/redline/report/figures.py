@@ -39,9 +39,9 @@ class Speed:
         self.unit = METRICS[run.rate].unit
         """tokens/s, or rows/s in fine-tuning."""
         self.update, self.step_s = run.speed, run.typical("step_s")
-        """Of the updates alone."""
+        """Speed of the updates alone."""
         self.whole_run = run.whole_run_speed
-        """With compilation, validations and checkpoints."""
+        """Speed with compilation, validations and checkpoints."""
         self.mfu, self.mfu_note = run.typical("mfu"), "no datasheet peak is known"
         if peak:
             self.mfu_note = f"{each} {peak:,.0f} TFLOP/s, dense {dtype} datasheet peak"

@@ -32,7 +32,7 @@ FIGURES = {
     "versions_behind": ("versions behind", "{:.2g}".format),
     "beside_s": ("drawn beside the update, s/step", "{:.2f}".format),
 }
-"""Shown beside the rewards, in this order."""
+"""Metrics shown beside the rewards, in this order."""
 READ = 64
 """Questions of the last step that sample answers are taken from."""
 
@@ -161,7 +161,7 @@ def said(path: Path, domains: list[str]) -> list[Said]:
 
 
 def _first_lines(path: Path) -> list[str]:
-    """Not by `read_text`: these are examples, and bytes that are not UTF-8 need not cost the report."""
+    """Read leniently, not by `read_text`: these are examples, and bytes that are not UTF-8 need not cost the report."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             return list(islice(lines, READ))

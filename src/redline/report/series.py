@@ -14,9 +14,9 @@ from redline.report.figures import without_number
 
 AXES = ("step", "tokens", "elapsed_s")
 MOST_UPDATES = 800
-"""Drawn one by one up to here."""
+"""Most updates that are drawn one by one."""
 MOST_POINTS = 350
-"""Of a thinned curve, which has three numbers a point."""
+"""Most points of a thinned curve, which has three numbers per point."""
 DIGITS = {"loss": 6}
 """The others show four at most; more would only make the page longer."""
 

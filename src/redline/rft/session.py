@@ -96,11 +96,11 @@ class Session:
     on_ray: OnRay | None = None
     """Where samples are drawn; None: here."""
     opening_s: float = 0.0
-    """Spent on opening models."""
+    """Time spent on opening models."""
     slots: int = 0
-    """Of the last engine."""
+    """Slots of the last engine."""
     most_slots: int | None = None
-    """After running out of memory: the most that the next engine may have."""
+    """After running out of memory: the most slots that the next engine may have."""
     _open: dict[str, Speaker] = field(default_factory=dict)
 
     def event(self, kind: str, **facts: Any) -> None:
@@ -233,7 +233,7 @@ class Session:
         return LocalEngine(speaker.model, speaker.tokenizer, **how)
 
     def _slots(self, fitting: int, sequences: int) -> tuple[int, Why]:
-        """As many as fit and pay here, at most one for each sequence, within the bounds."""
+        """As many slots as fit and pay here, at most one per sequence, within the bounds."""
         chosen = fitting, Why(reason="what the free memory holds, as far as it pays", source="measurement")
         if sequences < fitting:
             chosen = sequences, Why(reason="as many as there are sequences to generate", source="rule")

@@ -84,7 +84,7 @@ class Sample(NamedTuple):
     answer: str | None
     reason: str | None
     reasoning_key: str | None
-    """Equal for correct answers that say the same in another spelling; None for others."""
+    """A key that is equal for correct answers that differ only in spelling; None for others."""
     seed: int
     at: float
     ids: bytes | None = None
@@ -117,7 +117,7 @@ class Store:
     """A samples.db. Made for one writer; used from one thread at a time."""
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
-        """With `create` for a writer, which makes the file if there is none; else for a reader."""
+        """`create`: open for a writer, which makes the file if there is none; else for a reader."""
         self.path = path
         if not create and not path.is_file():
             rounds = len(list(path.parent.glob("round-*")))
@@ -318,7 +318,7 @@ _SPACE = re.compile(r"\s+")
 
 
 def reasoning_key(text: str) -> str:
-    """Equal for answers that differ only in case, white space, how numbers are written (1,000 = 1000.0) or a full stop."""
+    """A key that is equal for answers that differ only in case, white space, how numbers are written (1,000 = 1000.0) or a full stop."""
     plain = _NUMBER.sub(_plain_number, _SPACE.sub(" ", text.strip().lower()))
     return hashlib.blake2b(plain.rstrip(" .,;:!").encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 

@@ -40,7 +40,7 @@ BESIDE = 8
 RARELY = 0.05
 """Correct answers below which an unknown form is the first thing to fix; above it the rewards teach the form."""
 WIDE_GAP = 0.05
-"""Nats a token between engine and trainer that are more than bf16 rounds (H200, 360M: 0.004)."""
+"""Nats per token between engine and trainer that are more than bf16 rounds (H200, 360M: 0.004)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class DomainReport:
     cut: float
     """The answer ran out of tokens."""
     tokens: float
-    """Of an answer, mean."""
+    """Mean tokens of an answer."""
     failed: int
     """Answers whose scorer failed."""
     scoring_s: float
@@ -86,11 +86,11 @@ class Report:
     memory_bytes: int
     generate_tokens_per_s: float
     generate_s: float
-    """Of a whole step of the recipe, as fast as here."""
+    """Generation of a whole step of the recipe, at the speed seen here."""
     scoring_s: float
-    """Of a whole step, hidden behind generation as far as it is shorter."""
+    """Scoring of a whole step; overlaps with generation."""
     update_s: float | None
-    """Of a whole step, by the plan's prediction; None where it makes none."""
+    """The update of a whole step, as the plan predicts it; None if it does not."""
     sandbox: str
     """The layer that holds generated programs, and what it leaves open."""
     advice: list[str]

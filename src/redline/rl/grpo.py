@@ -4,7 +4,7 @@ one, averaged over all tokens of the update, as DAPO and TRL (`loss_type="dapo"`
     advantages(group, [1.0, 0.0, 0.0, 0.0])      # [1.5, -0.5, -0.5, -0.5], nearly
     policy_loss(logprobs_A, columns, rl)         # {"loss": ..., "clip_share": ..., ...}, sums over the tokens
 
-With one update a rollout the old log-probabilities are the forward's own, detached: the ratio is 1 and only its
+With one update per rollout the old log-probabilities are the forward's own, detached: the ratio is 1 and only its
 gradient counts. What the engine computes differently is corrected by a truncated importance weight on each token.
 """
 

@@ -65,7 +65,7 @@ class Policy:
         self.tokenizer, self.stop_ids = opened.tokenizer, stop_ids(opened.loaded, opened.tokenizer)
         self.whole = model if process.world_size == 1 else self._copy()
         self.weights_s = 0.0
-        """Spent on putting the weights into the engine, over its life."""
+        """Time spent on putting the weights into the engine, over its life."""
         self._engine: LocalEngine | None = None
         self._workers: RayEngine | None = None
         self._told: deque[tuple[str, dict[str, Any]]] = deque()
@@ -113,7 +113,7 @@ class Policy:
         return self._engine
 
     def settings(self) -> dict[str, Any]:
-        """Of an engine for this policy."""
+        """Settings of an engine for this policy."""
         return {
             "slots": self.slots,
             "max_prompt_tokens": self.rl.max_prompt_tokens,

@@ -49,7 +49,7 @@ class Rollout:
     prepared: bool = False
     updates: list[Update] = field(default_factory=list)
     critic_updates: list[Update] = field(default_factory=list)
-    """Taken already, when memory ran out in the next one."""
+    """Critic updates already taken, when memory ran out in the next one."""
 
     @property
     def rows(self) -> int:

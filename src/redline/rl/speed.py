@@ -18,7 +18,7 @@ from redline.rl.algorithm import Row
 
 UPDATE = ("copy_s", "forward_s", "backward_s", "combine_s", "optimizer_s", "communication_s")
 CRITIC_WORK = 4 / 3
-"""Of an update's: the critic also reads every row once beforehand, to say what it expects."""
+"""The critic's work relative to an update's: it also reads every row once beforehand, to say what it expects."""
 
 
 def work_of(recipe: Recipe, rows: Sequence[Row], *, shared: int) -> dict[str, float]:

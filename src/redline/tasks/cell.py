@@ -236,7 +236,7 @@ def landlock_version() -> int:
 
 
 def _lock_files(roots: list[str]) -> None:
-    """By Landlock: only the roots can be read, nothing can be written, no other process signalled."""
+    """Restrict files by Landlock: only the roots can be read, nothing can be written, no other process signalled."""
     if not (version := landlock_version()):
         return
     read, access = 0b1101, (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1

@@ -26,7 +26,7 @@ PREFIXES = {
     "table": "tables",
     "stem": "science",
 }
-"""Of file names and data sources -> our domain."""
+"""The domain that a file name or data source belongs to."""
 _HELD_OUT = {"valid": ("online_eval", "valid", "validation", "eval"), "test": ("test", "offline_eval")}
 _PUZZLES = ("zebra_puzzle", "ordering_puzzle", "graph_logical")
 """Data sources of logic that were named before the prefixes."""

@@ -33,7 +33,7 @@ from redline.train.step import BackPropagation, Learner, Numbers, Rule
 SHARE = 0.02
 """Share of the training time, at most."""
 PASSES = 3
-"""Of a diagnosis."""
+"""Passes of a diagnosis."""
 
 
 class Diagnosis:
@@ -80,7 +80,7 @@ def _alignment(learner: Learner, objective: Objective, batch: Any) -> Numbers:
 
 
 def _gradients(learner: Learner, rule: Rule, objective: Objective, batch: Any) -> dict[Tensor, Tensor]:
-    """Of one pass by a rule: for every parameter the part that this process holds."""
+    """Gradients of one pass by a rule: for every parameter the part that this process holds."""
     other = replace(learner, rule=rule, mark=lambda phase: None)
     scale = learner.scale.value if learner.scale else 1.0
     next(iter(objective.passes(other, batch))).run(scale / max(1, batch.targets), lambda phase: None)

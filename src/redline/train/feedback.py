@@ -151,7 +151,7 @@ class _Sweep:
         self.padding = -model.config.vocab_size % ALIGNED
         self.hidden_BTD: Tensor | None = None
         self.error: Tensor | None = None
-        """At the read positions alone where it is that of the logits."""
+        """The error; only at the read positions if it is the error of the logits."""
         self.last: tuple[int, Tensor] | None = None
         """The signals of the place before, with their source."""
 
@@ -217,7 +217,7 @@ class _Sweep:
         return self._spread(project(place, self.error), x_BTD)
 
     def _spread(self, signals: Tensor, x_BTD: Tensor) -> Tensor:
-        """From the positions whose loss is wanted to all of them."""
+        """Spread signals from the positions whose loss is wanted to all positions."""
         batch, length, _ = x_BTD.shape
         if self.read_A is None:
             return signals.view(batch, length, -1)

@@ -433,7 +433,7 @@ class Trainer:
         return f"target loss of {target:g} reached ({best:.4f})"
 
     def _validation_due(self) -> bool:
-        """At the end of a run and every `eval_every` updates. Skip it when the user interrupts: they want out."""
+        """Validate at the end of a run and every `eval_every` updates. Skip it when the user interrupts: they want out."""
         every = self.train.eval_every
         at_end = self.why is not None and self.why != STOPPED
         return self.job.validate is not None and (at_end or (every > 0 and self.progress.step % every == 0))

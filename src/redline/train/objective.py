@@ -84,7 +84,7 @@ class Capturable(Objective, Protocol):
         ...
 
     def shapes_from(self, batch: Any) -> Iterable[Any]:
-        """Those of this batch and of all after it."""
+        """The shapes of this batch and of all after it."""
         ...
 
     def rows(self, batch: Any) -> list[tuple[NDArray[np.int32], Any]]:
@@ -104,7 +104,7 @@ class Grid:
 
     passes: int
     rows: int
-    """Of one pass."""
+    """Rows of one pass."""
     length: int
     candidates: int = 0
     """Words of the candidates of its softmax; 0: it is taken over the whole vocabulary."""
@@ -175,7 +175,7 @@ class Sequences:
 
 
 def candidates_of(words: torch.Tensor | None) -> Candidates | None:
-    """From the words of data/candidates.py."""
+    """The candidates in the words of data/candidates.py."""
     return None if words is None else Candidates(words[:-1], words[-1])
 
 

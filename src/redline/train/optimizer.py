@@ -233,7 +233,7 @@ def make_optimizers(
 
 
 def _adamw(groups: list[dict[str, Any]], train: TrainConfig, kernels: UpdateKernels, captured: bool) -> AdamW:
-    """With its state."""
+    """AdamW with its state."""
     chosen: dict[str, Any] = {"fused": kernels == "fused", "foreach": kernels == "foreach"}
     adamw = AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, **chosen)
     for group in groups:

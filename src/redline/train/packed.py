@@ -245,7 +245,7 @@ class Examples:
     """The source of batches for fine-tuning: everything is in memory already."""
 
     updates: Updates
-    """Of this process."""
+    """Updates of this process."""
     done: int = 0
     waited_s: float = field(default=0.0, init=False)
 

@@ -34,7 +34,7 @@ class Adapter:
 
     base: Path
     tensors: dict[str, Tensor]
-    """By the names that PEFT gives them."""
+    """Tensors by the names that PEFT gives them."""
     scale: float
 
 

@@ -69,7 +69,7 @@ class AblationRow:
     rounds: int | None = None
     verdict: str = ""
     before_tokens_per_s: float | None = None
-    """Without the change, in the same rounds. A state's speed differs from one comparison to the next."""
+    """Tokens/s without the change, in the same rounds. A state's speed differs from one comparison to the next."""
     tokens_per_s: float | None = None
     mfu: float | None = None
     """Share of the GPU's dense bf16 peak, whatever the precision: one yardstick for all rows."""

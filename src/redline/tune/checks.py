@@ -105,7 +105,7 @@ class Case:
     graphs_after: int
     waited_share: float
     rule: Check | None = None
-    """Of a learning rule other than back-propagation."""
+    """The check of a learning rule other than back-propagation."""
 
     @property
     def model(self) -> Transformer:
@@ -342,8 +342,8 @@ def _update_graph(case: Case) -> Check:
 
 
 def _sync(case: Case) -> Check:
-    """In whole turns of the loop. On a GPU torch reports where the host waits; on a CPU the numbers read are counted.
-    fp16 reads one an update."""
+    """Waits in whole turns of the loop. On a GPU torch reports where the host waits; on a CPU the numbers read are counted.
+    fp16 reads one per update."""
     name, fp16 = "no hidden sync", int(case.plan.precision == "fp16")
     if not case.cuda:
         count, allowed = case.in_update.reads, fp16 + (not case.packed)

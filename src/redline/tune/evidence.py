@@ -31,7 +31,7 @@ DTYPES = {
     "c10::Float8_e5m2": "fp8",
 }
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
-"""Of layers. Explicit attention multiplies batches (`bmm`), always in fp32."""
+"""Matrix products of layers. Explicit attention multiplies batches (`bmm`), always in fp32."""
 READ = "aten::_local_scalar_dense"
 """A number that the host reads out of a tensor."""
 EMBEDDING = "aten::embedding"
@@ -84,7 +84,7 @@ ATTENTION_KINDS = {
     # for packed rows on a GPU in half precision: one operation a block
     "short": ("_ShortAttention",),
     "varlen": ("torch_attn::_varlen_attn",),
-    # our kernel, and an operation that nothing but its form in PyTorch uses: one a block
+    # our kernel, and an operation that nothing but its form in PyTorch uses: one per block
     "favor": ("redline::favor", "aten::_cummax_helper"),
 }
 

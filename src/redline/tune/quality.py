@@ -45,7 +45,7 @@ class Quality:
     figure: Figure
     verdict: MarginVerdict
     before: tuple[float, ...] = ()
-    """Of every seed that both arms finished."""
+    """Figures of every seed that both arms finished."""
     after: tuple[float, ...] = ()
     worse_by: float | None = None
     """Mean over the seeds, positive if worse; of seconds, of their logarithm."""
@@ -98,7 +98,7 @@ class Judge:
     progress: Say
 
     def same_training(self, before: Trained, after: Trained, tokens_per_s: float) -> Quality:
-        """The same updates under both plans. `tokens_per_s`: of the first, which says how many fit the time."""
+        """Compare the same updates under both plans. `tokens_per_s` of the first says how many fit the time."""
         arms = [self._arm(self._cut(recipe, tokens_per_s), plan) for recipe, plan in (before, after)]
         figure: Figure = "accuracy" if before[0].workload in ("rft", "rl") else "loss"
         margin = self.margin or (ACCURACY_MARGIN if figure == "accuracy" else LOSS_MARGIN)
@@ -117,7 +117,7 @@ class Judge:
         return _judged(figure, pairs, margin)
 
     def other_training(self, before: Trained, after: Trained, tokens_per_s: float) -> Quality:
-        """The same time for both recipes; refuses those whose losses do not compare."""
+        """Compare both recipes over the same time; refuse those whose losses are not comparable."""
         arms = [self._arm(self._timed(recipe, tokens_per_s), plan) for recipe, plan in (before, after)]
 
         def say(text: str) -> None:

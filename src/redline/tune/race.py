@@ -223,13 +223,13 @@ def curve_of(run: Run) -> tuple[Point, ...]:
 
 
 def _to_first_update_s(run: Run) -> float:
-    """From the command to the end of the first update; without the event, what the loop itself took."""
+    """Time from the command to the end of the first update; without the event, what the loop itself took."""
     told = [event["total_s"] for event in run.events if event["event"] == "start_up"]
     return float(told[0] if told else run.metrics[0]["elapsed_s"])
 
 
 def _start_up_s(run: Run) -> float:
-    """The same, less the time of an ordinary update."""
+    """The start-up: the same, less the time of an ordinary update."""
     return max(0.0, _to_first_update_s(run) - (run.typical("step_s") or 0.0))
 
 

@@ -84,7 +84,7 @@ class _Search:
         self.best_measured = self.rules_measured = self.alone = Measurement(outcome="ok")
         """What the best plan gave; what the rules' plan gave; and what the latter gave alone, at the start."""
         self.gains: list[Comparison] = []
-        """Those that were kept: what the best plan is worth is their product."""
+        """Comparisons of the changes that were kept: what the best plan is worth is their product."""
         self.table = TrialTable(turns.say)
         self.untried: list[str] = []
         self.why: dict[str, Why] = {}

@@ -38,11 +38,11 @@ class TrialRow:
     outcome: TrialOutcome | None = None
     """None: not tried."""
     tokens_per_s: float | None = None
-    """From the median block."""
+    """Tokens/s of the median block."""
     memory_bytes: int | None = None
     """Peak reserved by torch; on a CPU resident."""
     comparison: Comparison | None = None
-    """With the best plan so far."""
+    """The comparison with the best plan so far."""
     rounds: int | None = None
     """Blocks of each in the comparison; below FEWEST_BLOCKS if it was given up early."""
     verdict: str

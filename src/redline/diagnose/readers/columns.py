@@ -26,7 +26,7 @@ _ONE_GPU = re.compile(r"\b(gpu|device|chip|rank)\b")
 
 @cache
 def synonyms() -> dict[str, list[re.Pattern[str]]]:
-    """Of each quantity the names that it goes by, the surest first. `--map` may name any of them."""
+    """The names that each quantity goes by, the surest first. `--map` may name any of them."""
     known = table("columns")["quantities"]
     return {quantity: [compiled(name, "columns") for name in names] for quantity, names in known.items()}
 

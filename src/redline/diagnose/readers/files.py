@@ -34,7 +34,7 @@ MOST_BYTES = 512 * 2**20
 HEAD = 200_000
 """Characters of a console in which its trainer and facts are looked for."""
 MOST_CHARACTERS = 65_536
-"""Of a line: what is longer is a dump and not a line of numbers. JSON is read whole."""
+"""Most characters of a line: a longer one is a dump, not a line of numbers. JSON is read whole."""
 _PACKED: dict[bytes, Any] = {b"\xfd7zXZ\0": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
 TEXT = patterns("text")
 
@@ -101,10 +101,10 @@ class Source:
     text: str
     """Where facts may stand: a console, or what a table has besides its rows."""
     marks: str
-    """By which its trainer is recognised."""
+    """The text by which its trainer is recognised."""
     notes: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    """Of a console."""
+    """The lines of a console."""
     pauses: list[tuple[int, str]] = field(default_factory=list)
     """Lines that tell of a validation or a checkpoint and hold no update."""
 

@@ -84,7 +84,7 @@ def _of_a_console(log: Log, source: Source) -> list[Row]:
     _attach(rows, plain)
     if rows and all(row.counter == "fraction" and row.step == row.total for row in rows):
         for number, row in enumerate(rows, start=1):
-            row.step *= number  # 100/100 [=====]: a line an epoch, always at its last step
+            row.step *= number  # 100/100 [=====]: one line per epoch, always at its last step
     if len({row.step for row in rows}) == 1 and all(row.counter == "fraction" for row in rows):
         for row in rows:
             row.step, row.total = int(row.total), 0.0  # 0/50, SamplesPerSec=13.2: the epoch, and the step

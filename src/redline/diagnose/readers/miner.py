@@ -35,7 +35,7 @@ class Mined:
     units: dict[str, str]
     stamp: str = ""
     bar: str = ""
-    """Of a progress bar its name and length: rows of one bar belong together."""
+    """Name and length of a progress bar: rows of one bar belong together."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Numbers that follow from others, and numbers that contradict each other.
 
-    tokens an update = tokens/s x seconds an update        batch = micro-batch x accumulation x GPUs
-    MFU = tokens/s of one GPU x FLOPs a token / peak
+    tokens per update = tokens/s x seconds per update      batch = micro-batch x accumulation x GPUs
+    MFU = tokens/s of one GPU x FLOPs per token / peak
 
 What a log does not state is solved for where only one whole number fits; what it states twice is compared. Nothing is
 made up: a fact that no equation gives stays unknown.
@@ -24,7 +24,7 @@ NEAR = 0.06
 LEAST_MFU = 0.005
 """A smaller one has too few digits to tell a number of GPUs from it."""
 VOCABULARY = 50_257
-"""Of GPT-2: where a model's size is estimated from its shape."""
+"""GPT-2's vocabulary, for a model size estimated from its shape."""
 _ONE_GPU = re.compile(r"\s?\bper (?:gpu|device|chip)\b")
 Known = dict[str, Any]
 
@@ -117,7 +117,7 @@ def _batch(known: Known, run: Timed, step_s: float | None, summary: dict[str, fl
 
 
 def _whose_rate(known: Known, ratio: float, rate: float, one_gpu: bool, notes: list[str]) -> None:
-    """Whose tokens/s the log prints: `ratio` is tokens an update over those that the rate gives."""
+    """Whose tokens/s the log prints: `ratio` is the tokens of an update over those that the rate gives."""
     factor = whole(ratio)
     if one_gpu and factor:
         known["gpus"] = known.get("gpus") or factor

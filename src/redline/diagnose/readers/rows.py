@@ -66,7 +66,7 @@ class Log:
     rows: list[Row]
     summary: dict[str, float] = field(default_factory=dict)
     columns: dict[str, Column] = field(default_factory=dict)
-    """Of each quantity the column it is read from, as most lines have it."""
+    """The column that each quantity is read from, as most lines have it."""
     unread: list[str] = field(default_factory=list)
 
 
@@ -221,7 +221,7 @@ def _total(cells: Mapping[str, Any], columns: Mapping[str, Column]) -> float:
 
 
 def runs_of(rows: Sequence[Row]) -> tuple[list[list[Row]], bool]:
-    """The rows of each run, one a step, and whether steps had to be counted on because they start again with every
+    """The rows of each run, one per step, and whether steps had to be counted on because they start again with every
     epoch.
 
     Lines of one step are joined: Lightning writes training and validation on separate ones, and ranks print the same.

@@ -113,7 +113,7 @@ def small_passes(observed: Observed) -> list[Finding]:
 
 
 def tiny_batch(observed: Observed) -> list[Finding]:
-    """So few tokens an update that fixed costs decide its time."""
+    """So few tokens per update that fixed costs decide its time."""
     facts, tokens, step_s = observed.facts, observed.median("tokens"), observed.median("step_s")
     if (facts.parameters or 1e9) < 50e6 or not observed.steps:
         return []
@@ -172,7 +172,7 @@ def achieved(observed: Observed) -> tuple[float, str] | None:
         per_token = facts.flops + 12 * model.num_layers * model.hidden_size * (facts.seq_len or 0.0)
     if per_token and speed:
         known = "of one GPU" if facts.gpus else "of all GPUs together"
-        known += f": {per_token / 1e9:,.3g} GFLOP a token x {speed:,.0f} tokens/s"
+        known += f": {per_token / 1e9:,.3g} GFLOP per token x {speed:,.0f} tokens/s"
         return per_token * speed / gpus / 1e12, known
     if facts.total_flops and step_s and observed.updates:
         total = facts.total_flops / (observed.updates * step_s) / gpus / 1e12

@@ -190,7 +190,7 @@ def _logs_s(observed: Observed) -> list[float]:
 
 
 def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
-    """Of our own runs: validations and checkpoints, named by the events; and the run's time."""
+    """Validations and checkpoints of our own runs, named by the events; and the run's time."""
     lines = observed.steps
     events = {(event.get("event"), event.get("step")): event for event in observed.events}
     ended_s = events.get(("end", lines[-1].step), {}).get("elapsed_s") or 0.0
@@ -207,7 +207,7 @@ def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
 
 
 def _told_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
-    """Of other logs: validations and checkpoints whose time they show; and the run's time."""
+    """Validations and checkpoints of other logs whose time they show; and the run's time."""
     lost: dict[str, list[float]] = {}
     for event in observed.events:
         if "took_s" in event:

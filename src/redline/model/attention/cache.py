@@ -83,7 +83,7 @@ def store_prompt(
 
 
 def attend(cache: KeysAndValues, layer: int, qkv_BHC: Tensor, rows: Rows) -> Tensor:
-    """A new token a row: its key and value go into the slot; its queries see the prompt and all new tokens."""
+    """Take one new token per row: its key and value go into the slot; its queries see the prompt and all new tokens."""
     K = cache.kv.shape[3]
     slots = rows.slot_B.long()
     q, k, v = qkv_BHC.split([qkv_BHC.shape[1] - 2 * K, K, K], dim=1)

@@ -29,7 +29,7 @@ class Copies(NamedTuple):
     sequence has its own copy."""
 
     spread_E: Tensor
-    """Which position of the row stands in each place of the longer one."""
+    """The position of the row that stands in each place of the longer one."""
     kept_T: Tensor
     """The place in the longer row whose output each position takes: that of any one of several equal copies."""
 
@@ -49,10 +49,10 @@ class Packing(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A packed row spread out, one sequence a line."""
+    """A packed row spread out, one sequence per line."""
 
     index_SL: Tensor
-    """Which position of the row stands in each place."""
+    """The position of the row that stands in each place."""
     places_T: Tensor
     """Where in the flattened grid each position of the row stands."""
 
