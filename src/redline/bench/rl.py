@@ -112,7 +112,7 @@ def _about(work: RlWork) -> list[str]:
 
 
 def _findings(rows: Sequence[BenchRow], work: RlWork) -> list[str]:
-    """What the time of a step goes to, and what the update alone is."""
+    """Where the time of a step goes, and the speed of the update alone."""
     parts = [
         f"- A step of {LABELS[row['row']]} with {row['rows']:,} answers: "
         + ", ".join(f"{name} {format_duration(part)}" for name, part in row["phases_s"].items())
@@ -245,7 +245,7 @@ def _recipe(
     init_from: str | None = None,
     compiled: Compile | None = None,
 ) -> Recipe:
-    # one more than are run: the last step of a training ends with a validation
+    # one more than are run: the last step of a run ends with a validation
     given = {"batch_size": questions, "steps": 2 + work.steps, "eval_every": 0, "checkpoint_every": 0}
     return Recipe(
         name="bench",
@@ -300,7 +300,7 @@ def _ours(work: RlWork, questions: int, opened: Opened, compiled: Compile) -> Be
 
 
 def _steps(trainer: Trainer, work: RlWork) -> tuple[dict[str, Any], list[float]]:
-    """What the last step said, and the seconds of all."""
+    """The line of the last step, and the seconds of all."""
 
     def step() -> None:
         trainer.turn()

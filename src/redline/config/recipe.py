@@ -78,7 +78,7 @@ class ModelConfig:
     """Updates between two draws of the features; 0: drawn once."""
     init_std: float = 0.02
     zero_init: bool = False
-    """What blocks add to the residual stream starts at 0: at first the model passes its embeddings on."""
+    """Start the blocks' contributions to the residual stream at 0: the model first passes its embeddings on."""
     init_from: str | None = None
     """The weights to start from: a run folder, a checkpoint, a Hugging Face or PEFT folder, a .gguf file, a shipped
     model (`demo`), or a name on the Hugging Face Hub (org/name, org/name@revision)."""

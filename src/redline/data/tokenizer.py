@@ -119,7 +119,7 @@ def _memory(text: str) -> Path | None:
 
 
 def _remembered(text: str) -> dict[str, Any] | None:
-    """What this text was found to be when it was parsed."""
+    """The facts found when this text was last parsed."""
     path = _memory(text)
     try:
         facts = read_json(path, dict, error=DataError) if path is not None else {}

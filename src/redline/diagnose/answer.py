@@ -1,4 +1,4 @@
-"""What is said beside the findings, in the reader's words: what the run is, where the time of an update went, and whether its
+"""What to say beside the findings, in the reader's words: what the run is, where the time of an update went, and whether its
 speed was judged at all.
 
     verdict(observed, findings)    "found", "failed", "fast enough", or "not judged" with what it would need
@@ -107,7 +107,7 @@ def too_little(observed: Observed) -> str | None:
 
 
 def missing(observed: Observed) -> tuple[str, ...]:
-    """What the speed would have to be held against, and is not known."""
+    """What is missing to judge the speed."""
     facts = observed.facts
     size = facts.parameters or facts.flops_per_token or facts.total_flops
     known = {

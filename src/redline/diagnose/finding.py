@@ -3,7 +3,7 @@
     share, wait_s = 0.31, 0.062
     return found("slow-loader", locals())
 
-A rule gives the numbers, its locals; the words stand in causes.toml. A gain is a factor on the speed of the whole step (or of the
+A rule gives the numbers, its locals; the words are in causes.toml. A gain is a factor on the speed of the whole step (or of the
 whole run, where its reason says so). A finding about a claim or a unit has none: correcting a number makes nothing
 faster, but what was believed because of it should not be. How sure a finding is comes from how often its cause was
 right.
@@ -97,7 +97,7 @@ def precision(cause: str) -> float:
 
 
 class _Values(dict[str, Any]):
-    """What the words of a finding may name: seconds in milliseconds too, bytes in GiB too."""
+    """The values that the words of a finding may name: seconds also in milliseconds, bytes also in GiB."""
 
     def __missing__(self, name: str) -> Any:
         for end, ours, factor in (("_ms", "_s", 1e3), ("_gib", "_bytes", 2.0**-30)):
@@ -145,7 +145,7 @@ def _rows(templates: Iterable[str], values: _Values) -> Rows:
 
 
 def worth(finding: Finding) -> float:
-    """What orders findings: the time that the fix should save, times the confidence."""
+    """The order of findings: the time that the fix should save, times the confidence."""
     return (1 - 1 / finding.gain.middle) * finding.confidence if finding.gain else 0.0
 
 

@@ -21,7 +21,7 @@ from redline.record.slowest import Slowest
 
 PHASES = ("generate_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "communication_s")
 FEWEST_UPDATES = 6
-"""A share of the update is told from this many updates after the warm-up on: one or two may be anything."""
+"""A share of the update needs at least this many updates after the warm-up: one or two may be anything."""
 
 
 def warm_up(count: int) -> int:
@@ -39,9 +39,9 @@ class Step:
     """Tokens of one update, all GPUs together."""
     loss: float | None = None
     not_a_number: bool = False
-    """Whether the log shows a loss that is none (nan, inf, null)."""
+    """Whether the log shows a loss that is not a number (nan, inf, null)."""
     bad_norm: bool = False
-    """Whether it shows a gradient norm that is none: a loss scaler's skipped update, unless it stays so."""
+    """Whether it shows a gradient norm that is not a number: a loss scaler's skipped update, unless it stays so."""
     grad_norm: float | None = None
     mfu: float | None = None
     memory_bytes: float | None = None
@@ -81,7 +81,7 @@ MEASURED = {field.name for field in fields(Step)} - {"step", "not_a_number", "ba
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of the run beside its updates. `--fact NAME=VALUE` sets any of them."""
+    """What is known about the run besides its updates. `--fact NAME=VALUE` sets any of them."""
 
     model: str | None = None
     parameters: float | None = None
@@ -229,7 +229,7 @@ class Observed:
 
     @property
     def kind(self) -> str:
-        """What it is to the rules: a `run` of ours, a `page` of claims, or a `log`."""
+        """How the rules see it: a `run` of ours, a `page` of claims, or a `log`."""
         return {"run": "run", "document": "page"}.get(self.format, "log")
 
     @cached_property

@@ -29,7 +29,7 @@ LOGS = ("trainer_state.json", "trainer_log.jsonl", "logging.jsonl", "metrics.csv
 def read(
     path: Path, *, columns: Mapping[str, str] | None = None, facts: Mapping[str, str] | None = None
 ) -> Observed:
-    """Read whatever lies at `path`. `columns` names columns of a log; `facts` fills in, or overrules, what it says."""
+    """Read whatever is at `path`. `columns` names columns of a log; `facts` fills in, or overrules, what it says."""
     path, given = _file(path), _given(facts or {})
     if path.is_dir():
         if columns:

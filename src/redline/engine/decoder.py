@@ -63,7 +63,7 @@ class Round:
     """A CUDA event, or None on a CPU."""
 
     def wait(self) -> tuple[np.ndarray, ...]:
-        """New tokens so far, whether each sample goes on, the tokens, their log-probabilities; a row for each
+        """New tokens so far, whether each sample continues, the tokens, their log-probabilities; a row for each
         slot of the round."""
         if self.done is not None:
             self.done.synchronize()

@@ -193,7 +193,7 @@ class RayEngine(Engine):
 
     @property
     def stats(self) -> Stats:
-        """What the workers that are there have done."""
+        """The sums of what the workers that are there have done."""
         told = [member.stats for member in self._members if member.stats]
         return Stats(**{one.name: sum(stats[one.name] for stats in told) for one in fields(Stats)})  # type: ignore[arg-type]
 
@@ -375,7 +375,7 @@ class RayEngine(Engine):
 
 
 def _work_of(piece: _Piece) -> Iterator[dict[str, Any]]:
-    """What a worker is told of a piece: its samples without gaps, which a worker that died may have left."""
+    """What a worker is told about a piece: its samples without gaps, which a worker that died may have left."""
     request, tag = piece.request, (piece.number, piece.version)
     told = vars(request) | {"sampling": vars(request.sampling), "messages": (), "tag": tag}
     for first, samples in consecutive(piece.missing):

@@ -83,7 +83,7 @@ class ServerEngine(Engine):
         progress: Callable[[str], None] | None = None,
     ) -> None:
         """`url`: http://host:port, or with its path (…/v1). `model`: needed if the server has several. `tokenizer` turns
-        prompts of token ids into text, for servers that only take text. `progress` is told of retries."""
+        prompts of token ids into text, for servers that only take text. `progress` hears of retries."""
         if concurrency < 1 or timeout_s <= 0:
             got = f"got {concurrency} and {timeout_s}"
             raise ConfigError(f"concurrency must be at least 1 and timeout_s greater than 0, {got}")

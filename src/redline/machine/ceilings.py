@@ -4,7 +4,7 @@
 
 Method: random data (zeros draw less power), inputs rotated so that they do not stay in the L2 cache, warm-up, then the
 best of seven blocks timed by CUDA events. If the median block is much slower than the best, or other programs held the
-CPU, up to three series are taken; what is still noisy is said to be, and holds for an hour. Left out: sustained clocks over minutes,
+CPU, up to three series are taken; what is still noisy is marked so, and holds for an hour. Left out: sustained clocks over minutes,
 several GPUs (the current one is measured), NVLink and disk.
 """
 

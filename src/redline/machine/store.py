@@ -40,7 +40,7 @@ class MatmulPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What this machine was seen to do at best. The GPU's values are None on a machine without one."""
+    """The best that this machine was seen to do. The GPU's values are None on a machine without one."""
 
     measured_at: str
     """ISO time, UTC."""

@@ -55,7 +55,7 @@ class Subject(Protocol):
 
 
 def finite(numbers: Sequence[float]) -> list[float | None]:
-    """None for what is no number: an update that fp16 skipped has no norm, and JSON has no infinity."""
+    """None for what is not a number: an update that fp16 skipped has no norm, and JSON has no infinity."""
     return [number if math.isfinite(number) else None for number in numbers]
 
 

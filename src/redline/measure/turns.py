@@ -109,7 +109,7 @@ class Arm:
         self.blocks_s, self.waited_s = [], []
 
     def end(self) -> Measurement:
-        """What it gave; the child stays alive."""
+        """End the arm and return its measurement; the child stays alive."""
         self._attempt(lambda: setattr(self, "memory", self.child.memory(self._limit_s())))
         found = {
             "outcome": self.failed.outcome if self.failed else "ok",

@@ -267,5 +267,5 @@ def _why(recipe: Recipe, row: Capacity) -> str:
         return "communication takes longer than the compute that could hide it"
     return (
         f"the batch leaves {row.tokens / row.gpus:,.0f} tokens to each GPU, too few to fill its passes:"
-        " a larger train.batch_size is another training"
+        " a larger train.batch_size would change the training"
     )

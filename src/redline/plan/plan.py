@@ -34,7 +34,7 @@ Source = Literal["rule", "measurement", "recipe", "user", "environment", "profil
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What the planner needs to know of one device: a GPU, or a CPU with its memory."""
+    """What the planner needs to know about one device: a GPU, or a CPU with its memory."""
 
     title: str
     kind: Literal["cuda", "cpu"]
@@ -58,7 +58,7 @@ class Hardware:
     """Where the figures come from, in words."""
 
     def rate_tflops(self, precision: str) -> float | None:
-        """What matrix products can reach: the measured rate, else 75 % of the datasheet's (H200: 72 to 78 %)."""
+        """The rate that matrix products can reach: the measured rate, else 75 % of the datasheet's (H200: 72 to 78 %)."""
         if precision in self.measured_tflops:
             return self.measured_tflops[precision]
         peak = self.peak_tflops.get(precision)

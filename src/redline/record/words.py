@@ -2,7 +2,7 @@
 
     told("checkpoint", {"step": 500, "stalled_s": 0.009})      # checkpoint of update 500, training stalled for 9 ms
 
-The sentences stand in events.toml.
+The sentences are in events.toml.
 """
 
 from contextlib import suppress
@@ -25,7 +25,7 @@ _QUIET = ("at", "event", "exit_code")
 
 
 def told_validation(line: dict[str, Any]) -> list[str]:
-    """What a line says of a validation beside its loss: `perplexity 33.45 per token`, and so on."""
+    """What a line says about a validation besides its loss: `perplexity 33.45 per token`, and so on."""
     known = {name: line[name] for name in _VALIDATION if isinstance(line.get(name), int | float)}
     return [_VALIDATION[name].format(value) for name, value in known.items()]
 

@@ -98,7 +98,7 @@ def views(folders: list[Path]) -> list[RunView]:
 
 
 def findings(run: Run) -> tuple[list[Finding] | None, str]:
-    """The findings, the most valuable first (None if there is nothing to diagnose), and what is said beside them."""
+    """The findings, the most valuable first (None if there is nothing to diagnose), and what to say beside them."""
     if not run.metrics and not run.told("sampling_end"):
         return None, ""
     observed = own.observed(run)

@@ -163,11 +163,11 @@ class Session:
         return weights_fingerprint(open_weights(Path(place.sampler)))
 
     def forget_model(self) -> None:
-        """Open the model again when it is next needed, because a training has changed it."""
+        """Open the model again when it is next needed, because training has changed it."""
         self._open.pop(self.start, None)
 
     def drop_adapters(self) -> None:
-        """Go back to the model as it was opened if a training in this session put adapters on it."""
+        """Go back to the model as it was opened if training in this session put adapters on it."""
         if self.start in self._open and lora_layers(self.model.model):
             self.forget_model()
 
@@ -246,7 +246,7 @@ class Session:
         return slots, why
 
     def sampling_engine(self, asked: Sequence[Asked], *, sequences: int) -> Engine:
-        """What writes the samples: the server that the recipe names, workers on Ray, or an engine here."""
+        """The engine that writes the samples: the server that the recipe names, workers on Ray, or an engine here."""
         place = self.recipe.sample
         if place.server is None:
             return self.engine(self.sampler, asked, sequences=sequences, on_ray=self.on_ray)

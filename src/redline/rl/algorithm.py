@@ -68,7 +68,7 @@ class Algorithm(NamedTuple):
     advantages: Callable[[Group, Sequence[float]], Sequence[float | None]]
     """The advantages of a group's answers, from their rewards; None for an answer that teaches nothing."""
     loss: Callable[[Tensor, Columns, RlConfig], Numbers]
-    """The loss and what else is told, as sums over the tokens."""
+    """The loss and what else to report, as sums over the tokens."""
 
     def rows(self, group: Group, rewards: Sequence[float]) -> list[Row]:
         """The answers of a group to learn from."""

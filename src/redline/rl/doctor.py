@@ -45,7 +45,7 @@ WIDE_GAP = 0.05
 
 @dataclass(frozen=True)
 class DomainReport:
-    """Shares are of the answers, `even` of the groups."""
+    """Shares of the answers; `even` is a share of the groups."""
 
     name: str
     answers: int

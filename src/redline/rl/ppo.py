@@ -5,7 +5,7 @@ the answer will earn; what it earns beyond that is the token's advantage (GAE).
     critic.expect(passes)            # values, advantages and returns into the rows' columns
     critic.improve(part)             # the critic's own update
 
-Discount 1 and lambda 0.95, the value loss clipped at 0.2 around the old value: TRL's defaults. The reward stands at
+Discount 1 and lambda 0.95, the value loss clipped at 0.2 around the old value: TRL's defaults. The reward is at
 the last token. Advantages are whitened over the rollout, on all processes together.
 
 Shapes: A answer tokens of a packed row.
@@ -44,7 +44,7 @@ PPO = Algorithm(lambda group, rewards: [0.0] * len(rewards), policy_loss)
 def generalised_advantages(
     reward: float, values: NDArray[np.floating]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Advantages and returns of an answer whose reward stands at its last token."""
+    """Advantages and returns of an answer whose reward is at its last token."""
     advantages = np.zeros(len(values))
     after, value_after = 0.0, 0.0
     for t in reversed(range(len(values))):

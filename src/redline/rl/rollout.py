@@ -5,7 +5,7 @@ of some steps before (`rl.max_versions_behind`), while the trainer computes an u
     rollout = source.next()      # questions of every domain, answers, rewards
 
 Questions and random numbers are functions of (seed, step), and groups are kept as soon as they are scored, so an
-attempt that was killed neither loses nor repeats an answer: what stands in the file of the step is not drawn again. Each
+attempt that was killed neither loses nor repeats an answer: what is in the step's file is not drawn again. Each
 group names the version of the weights that drew it. What was in flight is drawn again, from the weights of the attempt
 that resumes.
 Questions that teach nothing (to GRPO: all answers equally good) are replaced, `rl.refills` times. Several processes
@@ -36,7 +36,7 @@ PENALISED = 0.2
 
 @dataclass
 class Rollout:
-    """What is learnt from in a step: all of it, on every process."""
+    """What a step learns from: all of it, on every process."""
 
     position: int
     """Steps done when this one is."""
@@ -160,7 +160,7 @@ class Rollouts:
         return [kept[key] for key in wanted]
 
     def _generate(self, drawing: _Drawing, run: Run, keys: Sequence[Key]) -> list[Group]:
-        """Answers and rewards of these groups; running out of memory keeps what is done and goes on with fewer
+        """Answers and rewards of these groups; running out of memory keeps what is done and continues with fewer
         slots."""
         step, groups = drawing.step, dict[Key, Group]()
         asked = {key: self.domains.ask(step, key) for key in keys}
@@ -202,7 +202,7 @@ class Rollouts:
 
 
 def rollout_facts(groups: Sequence[Group]) -> dict[str, float]:
-    """What the answers of a step say, over all of them and by domain."""
+    """Metrics of a step's answers, over all of them and by domain."""
     answers = [(group.domain, sample) for group in groups for sample in group.answers]
     sizes = [len(sample.tokens) for _, sample in answers]
     found = {

@@ -68,7 +68,7 @@ class Watchdog:
             self._now = (name, self._clock()) if name is not None else None
 
     def check(self) -> str | None:
-        """The phase that hangs now, if one does; it is told once."""
+        """The phase that hangs now, if one does; returned only once."""
         with self._lock:
             if self._now is None or self._hung is not None:
                 return None

@@ -6,7 +6,7 @@ this file, so that "no answer" means the same everywhere.
 
 `find` looks behind the last `</think>` for the last `<answer>…</answer>`, else the last `[ANSWER]…[/ANSWER]`,
 else the last `\\boxed{…}`, else a last line that says "#### …", "Answer: …" or "The answer is …". Anything else
-is no answer. Unit conversion and GSM8K read answers as those tasks are specified, in their own files.
+is not an answer. Unit conversion and GSM8K read answers as those tasks are specified, in their own files.
 """
 
 import ast
@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][-+]?\d{
 
 
 def find(completion: str) -> str | None:
-    """The answer as it stands in the completion, or None."""
+    """The answer as it is in the completion, or None."""
     text = completion.rpartition("</think>")[2]
     for pattern in _TAGS:
         if found := pattern.findall(text):

@@ -47,7 +47,7 @@ def guru_files(folder: Path, domain: str) -> dict[str, tuple[str, ...]]:
 
 
 def guru_question(domain: str, name: str, fields: Mapping[str, Any]) -> Question | None:
-    """A row as a question of the domain; None where it is of another, or cannot be scored here."""
+    """A row as a question of the domain; None if it belongs to another domain or cannot be scored here."""
     match fields:
         case {"data_source": str(source), "reward_model": {"ground_truth": truth}} if truth is not None:
             prefix = "logic" if source.startswith(_PUZZLES) else source.partition("_")[0]

@@ -137,7 +137,7 @@ def _leaves_open(name: str) -> tuple[str, ...]:
 
 
 def _spec(layer: str, limits: Limits) -> dict[str, Any]:
-    """What the cell has to know."""
+    """The cell's instructions."""
     python = os.path.realpath(sys.executable)
     roots = _roots(python)
     sizes = {

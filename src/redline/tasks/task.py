@@ -62,7 +62,7 @@ class Task:
     begins with a smaller one. Tasks that read files keep their order and take no notice of the seed."""
     score: Callable[[Question, str], Verdict]
     instruction: str = ""
-    """What to do and in which form to answer."""
+    """What to do, and the format of the answer."""
     examples: tuple[tuple[str, str], ...] = ()
     """Few-shot examples: a question and a good completion."""
     end: str = ""

@@ -44,7 +44,7 @@ _PLAIN = {
     "fan_in_fan_out": False,
     "modules_to_save": None,
 }
-"""What PEFT can do to an adapter beyond W + B A alpha/r, at the values that do nothing."""
+"""PEFT's options beyond W + B A alpha/r, at the values that do nothing."""
 _UNSET: tuple[Any, ...] = (None, False, [], {}, "none")
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

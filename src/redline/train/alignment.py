@@ -1,4 +1,4 @@
-"""How far OKADFA is from what it stands in for, every so many updates: the gradients of feedback alignment beside
+"""How far OKADFA is from what it stands in for, measured every few updates: the gradients of feedback alignment beside
 those of back-propagation, and kernel attention beside exact attention.
 
     diagnosis = Diagnosis(recipe, plan)

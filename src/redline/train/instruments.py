@@ -47,7 +47,7 @@ class _InFlight:
 
 @dataclass(frozen=True)
 class Work:
-    """What an update did, over all processes."""
+    """The work of an update, over all processes."""
 
     tokens: int
     rows: int
@@ -112,7 +112,7 @@ def own_time(process: Process, line: dict[str, Any]) -> list[float]:
 
 
 def slowest(own_s: Sequence[float]) -> dict[str, float]:
-    """Who was slowest of all processes, its time and the mean of the others'; nothing before the first update."""
+    """The slowest of all processes, its time and the mean of the others'; nothing before the first update."""
     if not any(own_s):
         return {}
     most_s = max(own_s)

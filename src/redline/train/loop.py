@@ -101,7 +101,7 @@ class Trainer:
         self.waited_s = 0.0
         self.clock_started_s = time.monotonic()
         self.clock_s = self.progress.elapsed_s
-        """The clock that all processes go by, as of the last update."""
+        """The clock that all processes follow, as of the last update."""
         rates = training_rates(job.plan, rows=isinstance(job.objective, Packed))
         self.instruments = Instruments(process.device, rates)
         self.learner.mark = self.instruments.mark

@@ -1,6 +1,6 @@
 """What a workload hands the loop: a `Job` with batches, and what to do with one.
 
-A `Source` gives batches and says where the next one begins, so that a resumed run goes on there. An `Objective`
+A `Source` gives batches and says where the next one begins, so that a resumed run continues there. An `Objective`
 turns a batch into passes (`step.Pass`); running out of memory makes its passes smaller, never the batch. How an
 update is executed, pass by pass or as one CUDA graph, is the `Executor`'s business.
 """

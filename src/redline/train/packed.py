@@ -66,7 +66,7 @@ class Shape:
 
 
 def check_examples(examples: Sequence[Example], *, context_length: int, vocab_size: int) -> None:
-    """Raise on the first example that cannot be learnt from."""
+    """Raise on the first example that cannot be learned."""
     if not examples:
         raise DataError("fine-tuning needs at least one example, got none")
     for i, example in enumerate(examples):

@@ -396,7 +396,7 @@ def generation_graphs(model: Transformer) -> Check:
     room = Room(slots=8, prompts=8, max_prompt_tokens=16, max_new_tokens=16)
     decoder = Decoder(model, room, whole_batch=False)
     decoder.read([[1, 2, 3, 4]], [0])
-    two = np.arange(2)  # one row alone has kernels of its own, which are no blocks (engine/one_row)
+    two = np.arange(2)  # a single row has its own kernels, which do not run blocks (engine/one_row)
     decoder.start([Start([0, 1], 0, 4, 16, Sampling(max_new_tokens=16), (), seed=0, first_sample=0)])
     try:
         decoder.launch(two, steps=2, filtered=False).wait()  # captures

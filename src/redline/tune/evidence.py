@@ -69,7 +69,7 @@ class Trace:
     kernels: Counter[str] = field(default_factory=Counter)
     """On the GPU; empty on a CPU."""
     embedded: list[tuple[int, ...]] = field(default_factory=list)
-    """Shapes of the tokens that were looked up, one for each pass of a training."""
+    """Shapes of the tokens that were looked up, one for each pass of training."""
     reads: int = 0
     """Numbers that the host read outside optimiser steps; inside them torch reads many on a CPU."""
 

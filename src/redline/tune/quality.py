@@ -1,4 +1,4 @@
-"""The quality guard: does a change leave what the training reaches as good as it was? No torch.
+"""The quality guard: does training with a change reach as good a result as without it? No torch.
 
     judge = Judge(folder, facts, seeds=3, seconds=60, margin=None, train=train_in_process, progress=print)
     judge.same_training((recipe, rules), (recipe, plan), tokens_per_s)     # another plan: the same updates
@@ -40,7 +40,7 @@ Trained = tuple[Recipe, Plan]
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """What training two arms to the end says."""
+    """The result of training two arms to the end."""
 
     figure: Figure
     verdict: MarginVerdict
@@ -91,7 +91,7 @@ class Judge:
     facts: MachineFacts
     seeds: int
     seconds: float
-    """What a run of pre-training may take in the state before the change; other workloads train to their end."""
+    """Seconds of a pre-training run without the change; other workloads train to their end."""
     margin: float | None
     """None: LOSS_MARGIN or ACCURACY_MARGIN."""
     train: Train

@@ -352,7 +352,7 @@ def recorded(path: Path, arms: Sequence[Arm], facts: MachineFacts, seeds: int) -
 
 
 def slower_than(result: Result, before: Result) -> list[str]:
-    """What is slower than in the recorded race, beyond the interval over the seeds."""
+    """The recipes slower than in the recorded race, beyond the interval over the seeds."""
     then = {lane.name: lane for lane in before.lanes if lane.curves}
     both = [(lane, then[lane.name]) for lane in result.lanes if lane.name in then]
     return [why for pair in both if (why := _slower(*pair))]

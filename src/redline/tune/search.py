@@ -239,7 +239,7 @@ class _Search:
         return wins, numbers.words, numbers.passed
 
     def _explain(self, candidate: Candidate, pair: Pair, kept: bool) -> None:
-        """What was measured becomes the reason for the value that was tried."""
+        """Make what was measured the reason for the value that was tried."""
         for name, value in candidate.change.items():
             before = self.why.get(name, self.rules.why[name]).reason
             won = f"measured {pair.comparison} against {getattr(self.best, name)}"

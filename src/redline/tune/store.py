@@ -3,7 +3,7 @@ finds. No torch.
 
     $REDLINE_CACHE/tune/<machine>-<work>-<pins>/
         recipe.toml       what is trained: trials of another recipe do not belong here
-        trials.jsonl      one line a finished trial; a trial that stands there is not run again
+        trials.jsonl      one line per finished trial; a trial listed there is not run again
         plan.json         the fastest plan, every value with its reason
         result.json       how much faster than the rules' plan, measured when, on what
 
@@ -53,7 +53,7 @@ class TrialRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningResult:
-    """What a tuning found."""
+    """The result of a tuning."""
 
     tuned_at: str
     """ISO time, UTC."""

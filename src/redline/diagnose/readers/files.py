@@ -259,7 +259,7 @@ def _scalar(value: Any) -> float | None:
 
 
 def _shown(cells: list[Any]) -> str:
-    """What the cells of a notebook put out, as one console."""
+    """The output of a notebook's cells, as one console."""
     shown: list[str] = []
     lists = [cell.get("outputs") for cell in cells if isinstance(cell, dict)]
     outputs = [one for each in lists if isinstance(each, list) for one in each if isinstance(one, dict)]

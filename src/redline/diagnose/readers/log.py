@@ -20,7 +20,7 @@ from redline.diagnose.trainers import Trainer, facts_of, recognise
 
 FOLLOWS = {*TIMERS, "step_s", "loss", "mfu", "tflops", "memory_bytes", "tokens", "tokens_total"}
 FOLLOWS |= {"tokens_per_s", "samples_per_s", "updates_per_s"}
-"""What may stand on a line of its own behind that of its update."""
+"""What may stand on a separate line after that of its update."""
 
 
 def read_log(path: Path, columns: Mapping[str, str], given: Mapping[str, Any]) -> Observed | None:
@@ -118,7 +118,7 @@ def _longest(rows: Sequence[Row], notes: list[str]) -> list[Row]:
 
 
 def _facts_around(run: Sequence[Row], source: Source, trainer: Trainer) -> dict[str, Any]:
-    """What stands before a run, at its beginning and at the end of the log."""
+    """The facts before a run, at its beginning and at the end of the log."""
     start, lines = run[0].place, source.lines
     head = "\n".join(lines[:start])[-HEAD:], "\n".join(lines[start : start + 200]), "\n".join(lines[-200:])
     facts = facts_of(trainer, "\n".join(head))
@@ -130,7 +130,7 @@ def _facts_around(run: Sequence[Row], source: Source, trainer: Trainer) -> dict[
 
 
 def _trains(rows: Sequence[Row]) -> bool:
-    """Whether rows are of a training: a step that grows, with a loss or a time."""
+    """Whether rows are from training: a step that grows, with a loss or a time."""
     shown = TIMES | {"grad_norm", "tflops"}
     told = any(row.trained or shown & row.values.keys() for row in rows)
     return told and len({row.step for row in rows}) > 1
@@ -266,7 +266,7 @@ def _step(row: Row, lost: set[int]) -> Step:
 
 
 def _lost(run: Sequence[Row]) -> set[int]:
-    """The steps whose loss is no number: nan or inf, and nulls at the end, three or more and more than ever stood between
+    """The steps whose loss is not a number: nan or inf, and nulls at the end, three or more and more than ever stood between
     two losses (a closing summary has none)."""
     nulls: list[int] = []
     most = 2

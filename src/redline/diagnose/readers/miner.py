@@ -115,7 +115,7 @@ def _dict(place: int, line: str, at: int) -> Mined | None:
 
 
 def _understand(key: str) -> _Skeleton:
-    """What the numbers of a skeleton are called, and whether any of them is of interest."""
+    """The names of a skeleton's numbers, and whether any of them is of interest."""
     parts = key.split("\0")
     columns = tuple(_columns(parts))
     names = {label: unit for _, label, unit in columns}

@@ -69,7 +69,7 @@ def _plan_and_recipe(run: read.Run) -> tuple[Recipe | None, Plan | None, tuple[s
 
 
 def _facts(run: read.Run, recipe: Recipe | None, watched: bool) -> Facts:
-    """What plan.json says of model and machine: that of a run of ours, or of a loop that we watched."""
+    """What plan.json says about model and machine, for a run of ours or a loop that we watched."""
     seen = run.plan
     if not seen or (recipe is None and not watched):
         return Facts()

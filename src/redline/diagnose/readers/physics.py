@@ -22,7 +22,7 @@ from redline.machine.specs import SPECS
 NEAR = 0.06
 """How far a ratio may be from a whole number: printed figures are rounded, and a running mean lags."""
 LEAST_MFU = 0.005
-"""A smaller one has too few digits to tell a number of GPUs from it."""
+"""A smaller one has too few digits to derive a number of GPUs from it."""
 VOCABULARY = 50_257
 """GPT-2's vocabulary, for a model size estimated from its shape."""
 _ONE_GPU = re.compile(r"\s?\bper (?:gpu|device|chip)\b")

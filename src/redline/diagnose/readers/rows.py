@@ -52,7 +52,7 @@ class Row:
     pauses: dict[str, float] = field(default_factory=dict)
     """Validations and checkpoints since the update before, and how long they took; 0 where that is not told."""
     after_s: float = 0.0
-    """Time between this update and the start of the next, in a validation that has a line of its own."""
+    """Time between this update and the start of the next, in a validation that has its own line."""
 
     @property
     def trained(self) -> bool:
@@ -147,7 +147,7 @@ def _given(given: Mapping[str, str], labels: Mapping[str, str], source: str) -> 
 
 
 def _names(labels: Iterable[str]) -> str:
-    """Names of columns for a message, whatever stands in them."""
+    """Names of columns for a message, whatever they contain."""
     return ", ".join(name if name.isprintable() else repr(name) for name in sorted(labels))[:800] or "none"
 
 
@@ -225,8 +225,8 @@ def runs_of(rows: Sequence[Row]) -> tuple[list[list[Row]], bool]:
     epoch.
 
     Lines of one step are joined: Lightning writes training and validation on separate ones, and ranks print the same.
-    A line that goes back and contradicts what stands there is of another run; one that only comes late is not. Lines
-    that count by another name than most (of an epoch, of a validation) add to the updates and are none.
+    A line that goes back and contradicts what is there belongs to another run; one that is only late does not. Lines
+    that count by another name than most (of an epoch, of a validation) add to the updates but are not updates.
     """
     counters = Counter(row.counter for row in rows if row.trained or TIMES & row.values.keys())
     counters = counters or Counter(row.counter for row in rows)

@@ -1,7 +1,7 @@
 """The rows of a run to updates: how long each took, and what of that was a validation or a checkpoint.
 
 A time comes from the best source that the log has: a column of it; the batch over a rate; the clock; a running mean;
-how the estimate of the time left falls; the closing summary. Which one it was is said. Units that the log does not
+how the estimate of the time left falls; the closing summary. A note says which. Units that the log does not
 state are settled by what else it says.
 """
 
@@ -18,7 +18,7 @@ from redline.diagnose.readers.rows import Log, Row
 SHOWS = 0.05
 """Share of an update from which on a pause inside it can be told from noise."""
 FINE, FINER = 20, 50
-"""A difference of two clock readings is told from this many times what the clock is exact to: 5 %, and 2 % in runs that
+"""A difference of two clock readings counts from this many times the clock's precision: 5 %, and 2 % in runs that
 are long enough for INTERVALS of them."""
 INTERVALS = 12
 SLOWER = 1.5

@@ -50,7 +50,7 @@ class _Phase(NamedTuple):
     gen_s: float
     share: float
     inside_s: float | None
-    """What of it the engine spends generating, where the log tells it apart."""
+    """The part that the engine spends generating, if the log shows it."""
 
 
 def _phase(observed: Observed, least: float = 0.2) -> _Phase | None:

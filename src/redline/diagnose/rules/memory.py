@@ -3,7 +3,7 @@ host, batches too small to fill the GPU, and a speed far below what the hardware
 
 There is no plan to compare with, so what a change would need is estimated with the plan's arithmetic: no advice needs
 more memory than there is. At the end, numbers that mean something else than they seem to: tokens/s of whom, an MFU
-against which peak. None of these makes anything faster, and nothing is said where the number of GPUs is a guess. FLOPs are
+against which peak. None of these makes anything faster, and the rules stay silent if the number of GPUs is a guess. FLOPs are
 counted as 6 per parameter and token where the log does not print them, peaks are dense datasheet peaks.
 """
 
@@ -82,7 +82,7 @@ def _training(observed: Observed) -> Observed:
 
 
 def _from_larger_passes(tokens: float | None) -> float:
-    """What the largest passes bring at most: measured at 8k and 32k tokens, in between by the logarithm."""
+    """The most that the largest passes bring: measured at 8k and 32k tokens, interpolated by the logarithm between."""
     (few, most), (many, least) = LARGER_PASSES
     far = math.log(tokens / few) / math.log(many / few) if tokens else 0.0
     return most + (least - most) * min(1.0, max(0.0, far))
@@ -158,7 +158,7 @@ def slow_precision(observed: Observed) -> list[Finding]:
 
 
 def precision_found(observed: Observed, now: str, best: str, now_s: float, then_s: float) -> list[Finding]:
-    """What the difference of two floors brings."""
+    """The finding on two precisions, from the difference of their floors."""
     update_s = observed.median("step_s") or math.inf
     share = min(now_s - then_s, 0.95 * update_s) / update_s
     return found("slow-precision", locals(), "own" if observed.plan else "")

@@ -12,9 +12,9 @@ from redline.diagnose.rules.update import taking_turns
 from redline.record.units import format_duration
 
 LEAST_EXPLAINED = 0.5
-"""A period that explains less of the slow updates is none."""
+"""A period that explains less of the slow updates does not count."""
 CHANCE = 0.01
-"""A period is told where slow updates at random would look as regular in fewer runs than this."""
+"""A period is reported if random slow updates would look as regular in fewer runs than this."""
 SLOW = 1.5
 """An update is slow from this many times the median on."""
 SPREADS = 4.0
@@ -184,7 +184,7 @@ def growing(observed: Observed) -> list[Finding]:
 
 
 def _logs_s(observed: Observed) -> list[float]:
-    """What each log took that the Trainer's callback saw (observe/trainer.py)."""
+    """The time of each log that the Trainer's callback saw (observe/trainer.py)."""
     told = [event for event in observed.events if event.get("event") == "logging" and event.get("times")]
     return [float(e["stalled_s"]) / int(e["times"]) for e in told for _ in range(int(e["times"]))]
 

@@ -27,7 +27,7 @@ so."""
 
 
 def against_the_plan(observed: Observed) -> list[Finding]:
-    """What the planner would have done otherwise. Nothing is said of examples of any length (fine-tuning): the roofline
+    """What the planner would have done differently. It says nothing about examples of any length (fine-tuning): the roofline
     counts the tokens of an update from the recipe, and such a recipe does not say them."""
     recipe, plan, step_s = observed.recipe, observed.plan, observed.median("step_s")
     if recipe is None or plan is None or not step_s or not recipe.tokens_per_step:

@@ -29,7 +29,7 @@ class Copies(NamedTuple):
     sequence has its own copy."""
 
     spread_E: Tensor
-    """The position of the row that stands in each place of the longer one."""
+    """The position of the row in each place of the longer one."""
     kept_T: Tensor
     """The place in the longer row whose output each position takes: that of any one of several equal copies."""
 
@@ -52,7 +52,7 @@ class Grid(NamedTuple):
     """A packed row spread out, one sequence per line."""
 
     index_SL: Tensor
-    """The position of the row that stands in each place."""
+    """The position of the row in each place."""
     places_T: Tensor
     """Where in the flattened grid each position of the row stands."""
 
