@@ -1,4 +1,4 @@
-"""`redline bench attention`: kernel attention beside flash attention, from short sequences to long ones: time and memory
+"""`redline bench attention`: kernel attention against flash attention, from short sequences to long ones: time and memory
 of a layer's forward and backward, time of a decode step, memory of a sequence, and the length from which it wins.
 
     path = bench_attention("full", facts, Path("benchmarks"))       # attention_<hardware>_<date>.{json,md}

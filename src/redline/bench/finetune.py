@@ -1,4 +1,4 @@
-"""`redline bench finetune`: LoRA fine-tuning beside Hugging Face's Trainer with PEFT.
+"""`redline bench finetune`: LoRA fine-tuning against Hugging Face's Trainer with PEFT.
 
     path = bench_finetune("full", facts, Path("benchmarks"), ...)          # finetune_<hardware>_<date>.{json,md}
 

@@ -1,4 +1,4 @@
-"""`redline bench generate`: our engine beside `transformers` on the same model and the same work, in one run.
+"""`redline bench generate`: our engine against `transformers` on the same model and the same work, in one run.
 
     path = bench_generate("full", facts, Path("benchmarks"), ceilings=ceilings, ...)  # generate_<hardware>_<date>.{json,md}
 

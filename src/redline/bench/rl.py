@@ -1,4 +1,4 @@
-"""`redline bench rl`: whole GRPO steps beside TRL's GRPOTrainer on the same weights, prompts, group size, lengths and
+"""`redline bench rl`: whole GRPO steps against TRL's GRPOTrainer on the same weights, prompts, group size, lengths and
 rewards; and how well the update of a larger model uses the GPU (`actor`).
 
     path = bench_rl("full", facts, Path("benchmarks"))       # rl_<hardware>_<date>.{json,md}

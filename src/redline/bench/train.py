@@ -103,7 +103,7 @@ def _work(arm: str, recipe: Recipe, plan: Plan, setting: dict[str, Any]) -> str:
     rate = plan.prediction.attainable_tokens_per_s
     least = f", at least {format_duration(updates * recipe.tokens_per_step / rate)}" if rate else ""
     beside = ", half of them bare steps" if timed > 1 else ""
-    return f"{updates:,} updates of {recipe.tokens_per_step:,} tokens{beside}{least}, and its start"
+    return f"{updates:,} updates of {recipe.tokens_per_step:,} tokens{beside}{least}, plus start-up"
 
 
 def _run_fitting(arm: str, setting: dict[str, Any], plan: Plan) -> BenchRow:

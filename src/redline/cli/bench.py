@@ -1,13 +1,13 @@
 """Compare Redline with its alternatives, in one run on the same work.
 
-redline bench train                    the training loop beside the bare step, plain PyTorch and Hugging Face's
+redline bench train                    the training loop against the bare step, plain PyTorch and Hugging Face's
                                        Trainer; needs a GPU
 redline bench train --recipe nano      one recipe, also on a CPU
-redline bench generate                 the generation engine beside `transformers`; needs a GPU, or --quick
-redline bench finetune                 LoRA fine-tuning beside Hugging Face's Trainer with PEFT; needs a GPU, or
+redline bench generate                 the generation engine against `transformers`; needs a GPU, or --quick
+redline bench finetune                 LoRA fine-tuning against Hugging Face's Trainer with PEFT; needs a GPU, or
                                        --quick
-redline bench rl                       GRPO beside TRL's GRPOTrainer; needs a GPU, or --quick
-redline bench attention                kernel attention beside flash attention; needs a GPU, or --quick
+redline bench rl                       GRPO against TRL's GRPOTrainer; needs a GPU, or --quick
+redline bench attention                kernel attention against flash attention; needs a GPU, or --quick
 redline bench train --arm loop --against benchmarks/train_nvidia-h200_20261115.json     exits with 1 if it became slower
 """
 

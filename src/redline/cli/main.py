@@ -51,10 +51,10 @@ GROUPS = {
     "Prove it": {
         "verify": "prove that everything a plan says is in effect",
         "optimizations": "every optimisation: who claims what, and which apply",
-        "ablate": "measure each optimisation on a recipe, claimed beside measured",
+        "ablate": "measure each optimisation on a recipe, claimed against measured",
         "okadfa": "kernel attention and feedback alignment, part by part",
         "race": "time, tokens and joules of recipes to each validation loss",
-        "bench": "measure speeds beside PyTorch, Transformers and PEFT",
+        "bench": "compare speeds with PyTorch, Transformers and PEFT",
     },
 }
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}

@@ -2,7 +2,7 @@
 
 `workload` decides which tables count (TABLES): pre-training reads `model`, `data` and `train`; fine-tuning adds `lora` and
 `prompt`; rejection-sampling fine-tuning (RFT) adds `task`, `sample` and `test`; reinforcement learning (`rl`) reads `rl`,
-`prompt` and `test` beside the model and its training. `redline.config.load` reads a recipe from TOML,
+`prompt` and `test` besides the model and its training. `redline.config.load` reads a recipe from TOML,
 `redline.config.rules` checks it. The fingerprint is the hash of everything that defines the training. Not part of it: how
 often something is evaluated or saved (CADENCE), what is tested (`test`) and how it is executed (`plan`).
 Left out on purpose: what a plan derives and what a run measures.

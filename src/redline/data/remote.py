@@ -46,7 +46,7 @@ _STORES = {
     "s3": ("s3fs", "s3", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"),
     "gs": ("gcsfs", "gs", "GOOGLE_APPLICATION_CREDENTIALS"),
 }
-# what those packages raise beside OSError
+# what those packages raise besides OSError
 _RAISED = {
     "s3": ("botocore.exceptions.BotoCoreError", "aiohttp.ClientError", "http.client.HTTPException"),
     "gs": ("gcsfs.retry.HttpError", "google.auth.exceptions.GoogleAuthError", "aiohttp.ClientError"),

@@ -41,7 +41,7 @@ def read(
         observed = read_document(text_of(path), str(path))
     if observed is None or (not observed.steps and observed.format == "run" and not observed.events):
         raise DataError(
-            f"{path} shows no training: no line with a step that grows beside a loss or a time. Give the trainer's own log, or"
+            f"{path} shows no training: no line with a step that grows together with a loss or a time. Give the trainer's own log, or"
             " name the columns of a table with --map step=COLUMN,step_s=COLUMN:UNIT"
         )
     return replace(observed, facts=replace(observed.facts, **given))

@@ -184,7 +184,7 @@ def _pad(objective: Any, recipe: Recipe) -> None:
 
 
 def padded(passes: Updates, size: int, length: int) -> Shape:
-    """The positions of `size` rows of `length`; what examples leave free is filled with sequences that nobody reads."""
+    """The positions of `size` rows of `length`; what examples leave free is filled with unread sequences."""
     exacts = [exact(examples) for examples in passes]
     fillers = -(-(size * length - min(shape.tokens for shape in exacts)) // length)
     answers = max(shape.answers for shape in exacts)

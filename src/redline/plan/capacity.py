@@ -182,7 +182,7 @@ def _ring(hardware: Hardware, ranks: int, nodes: int, *, rings: int) -> tuple[fl
 
 
 def _step_of_rl(recipe: Recipe, plan: Plan, update_s: float) -> dict[str, float]:
-    """Where the time of a step goes. Rewards are computed beside generation; a forward pass is a third of an update."""
+    """Where the time of a step goes. Rewards are computed during generation; a forward pass is a third of an update."""
     assert recipe.rl is not None
     parts = {
         "weights to the engine": _weights_s(recipe, plan),
@@ -210,7 +210,7 @@ def _weights_s(recipe: Recipe, plan: Plan) -> float:
 
 
 def _generate_s(recipe: Recipe, plan: Plan) -> float:
-    """The questions of one process: bytes and products at their rates, and what a decode step takes beside them."""
+    """The questions of one process: bytes and products at their rates, and what a decode step takes besides them."""
     rl, hardware, model = recipe.rl, plan.hardware, recipe.model
     rate, bandwidth = hardware.rate_tflops(plan.precision), hardware.bandwidth_bytes_per_s
     assert rl is not None

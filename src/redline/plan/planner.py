@@ -381,7 +381,7 @@ class _Decider:
             return _rule(max(1, min(4, cores - 1)), free)
         if not self.pretraining:
             return _rule(1, "packing a batch of examples takes less than its update")
-        return _rule(1, "reading memory-mapped tokens takes a few milliseconds per update, beside the step")
+        return _rule(1, "reading memory-mapped tokens takes a few milliseconds per update, during the step")
 
     def prefetch(self) -> Decision:
         return _rule(2, "one batch in use, one ready; more only hides a loader that is too slow on average")

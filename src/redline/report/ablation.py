@@ -1,4 +1,4 @@
-"""An ablation as a chart of claimed beside measured, from the rows of ablation.json. What a row does not say is left
+"""An ablation as a chart of claimed against measured, from the rows of ablation.json. What a row does not say is left
 blank. No torch, no HTML."""
 
 import math

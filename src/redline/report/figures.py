@@ -28,7 +28,7 @@ NOT_IN_ALL = set(PHASES) - {"forward_s", "backward_s", "optimizer_s"}
 
 
 class Speed:
-    """How fast, beside what the plan predicts is possible."""
+    """How fast, compared with what the plan predicts is possible."""
 
     def __init__(self, run: Run) -> None:
         precision = _precision(run)

@@ -30,7 +30,7 @@ FIGURES = {
     "clip_share": ("tokens clipped", format_share),
     "logprob_gap": ("engine against trainer, nats/token", "{:.2g}".format),
     "versions_behind": ("versions behind", "{:.2g}".format),
-    "beside_s": ("drawn beside the update, s/step", "{:.2f}".format),
+    "beside_s": ("drawn during the update, s/step", "{:.2f}".format),
 }
 """Metrics shown beside the rewards, in this order."""
 READ = 64

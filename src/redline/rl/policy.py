@@ -10,7 +10,7 @@ dtype, and adapters are merged in place while it speaks. Spread over several pro
 a model that each process holds whole, because generation is its own business on each. The engine stays open between
 the steps: its slots and CUDA graphs are made once.
 
-With workers apart from the trainer (engine/ray.py) answers can be drawn beside an update. Validations stay with the
+With workers apart from the trainer (engine/ray.py) answers can be drawn during an update. Validations stay with the
 engine here: they need the newest weights, and workers continue with the next step.
 """
 

@@ -93,7 +93,7 @@ class Rollouts:
         self.waited_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="redline-draw")
         self._ahead: dict[int, Future[_Drawing]] = {}
-        """Steps that are drawn beside updates."""
+        """Steps that are drawn during updates."""
 
     def next(self) -> Rollout:
         if self.process.device.type == "cuda":

@@ -4,7 +4,7 @@ that follow from it once the times are known.
     facts = work_of(recipe, rows, shared=0)            # TFLOP of the rows, counted with their own lengths
     derived = make_derived(plan)               # line -> update_s, actor_mfu, perf/throughput, ...
 
-verl counts as its current version does: the embedding as a matrix product beside the head, attention causal
+verl counts as its current version does: the embedding as a matrix product besides the head, attention causal
 (6 s^2), adapters as if all weights learnt. So its MFU is higher than ours for small models and with LoRA.
 """
 

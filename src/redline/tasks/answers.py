@@ -59,7 +59,7 @@ def judged(answer: str | None, reward: float) -> Verdict:
 
 
 def scored_by(earns: Callable[[str, str], float]) -> Callable[[Question, str], Verdict]:
-    """A task's `score` from what an answer earns beside the expected one."""
+    """A task's `score` from what an answer earns compared with the expected one."""
 
     def score(question: Question, completion: str) -> Verdict:
         answer = find(completion)

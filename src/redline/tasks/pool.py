@@ -3,7 +3,7 @@ nothing else.
 
     with Pool("units") as pool:
         verdicts = pool.score([(question, completion), ...])     # in that order, from any thread
-        verdict = pool.submit(question, completion)              # a future, to score beside generation
+        verdict = pool.submit(question, completion)              # a future, to score during generation
 
 Each worker is a fresh Python process that loads the task by name or path (no fork of a process that holds a
 GPU, no pickle). A completion has `budget_s` of wall clock; past it the worker and all of its children are

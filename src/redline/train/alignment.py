@@ -1,5 +1,5 @@
-"""How far OKADFA is from what it stands in for, measured every few updates: the gradients of feedback alignment beside
-those of back-propagation, and kernel attention beside exact attention.
+"""How far OKADFA is from what it stands in for, measured every few updates: the gradients of feedback alignment against
+those of back-propagation, and kernel attention against exact attention.
 
     diagnosis = Diagnosis(recipe, plan)
     numbers = diagnosis.measure(learner, objective, batch)     # before the update, on the first rows of its batch

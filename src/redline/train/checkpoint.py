@@ -7,7 +7,7 @@
     state = load(resolve(run), tensors)
 
 Tensors are a flat dict of plain tensors (the same on every rank) and DTensors (each rank writes its shard); everything
-else is a JSON-like `state`. A save copies the values into one host buffer, on CUDA beside the next forward and backward,
+else is a JSON-like `state`. A save copies the values into one host buffer, on CUDA during the next forward and backward,
 which only read parameters; a thread then writes, hashes, syncs and renames. Loading goes through DCP's planner, which
 reshards, and its safetensors reader, which un-pickles nothing. docs/decisions.md says why DCP does not write.
 """

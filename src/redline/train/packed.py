@@ -9,7 +9,7 @@
     loss_sum = model(tokens_1T, targets_1A, packing=packing)
 
 Examples follow one another in a row, with positions from 0 in each. A CUDA graph or compiled code needs fixed shapes, so
-there (`static`) a row is filled up to a few sizes with sequences that nobody reads. Several processes share the examples
+there (`static`) a row is filled up to a few sizes with unread sequences. Several processes share the examples
 of a batch; one that has fewer computes a pass that counts for nothing, because a sharded model must run on all of them.
 
 Shapes: T tokens of a row, S sequences in it, A answer tokens.

@@ -6,8 +6,8 @@
         workspace.take_gradients()                   # and there they are, scaled: one kernel; clipping and AdamW follow
 
 An update on some 1,500 tokens is bound by the number of its kernels and by how few of a GPU's multiprocessors each of them
-fills. So a second stream computes the adapters' gradients, which nothing needs before clipping, beside the backward
-through the blocks. It also computes the gradient between A and B, beside the frozen weight's product.
+fills. So a second stream computes the adapters' gradients, which nothing needs before clipping, during the backward
+through the blocks. It also computes the gradient between A and B, alongside the frozen weight's product.
 
 Nothing here outlives an update: everything else (validation, merging, several passes) reads the parameters themselves.
 """

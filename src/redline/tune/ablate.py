@@ -323,7 +323,7 @@ class _Waterfall:
         return replace(self._compared(row, turned, self.state, runs=True), numerics=numerics)
 
     def _all(self) -> AblationRow:
-        """Everything kept against the first state, beside what the guide claims of all its changes together."""
+        """Everything kept against the first state, with what the guide claims for all its changes together."""
         overall = [quote for quote in self.part.quotes if quote.of == "all"]
         row = AblationRow(
             name="all kept", stage="all", workload=self.workload,

@@ -8,7 +8,7 @@ finds. No torch.
         result.json       how much faster than the rules' plan, measured when, on what
 
 The machine key holds GPU, driver, CPU and torch version; the work what one update computes (model, length, batch,
-optimiser, adapters); the pins what the user fixed. Another of any of them is another tuning.
+optimiser, adapters); the pins what the user fixed. If any of them differs, it is another tuning.
 """
 
 import json

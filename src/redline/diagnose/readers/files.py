@@ -148,7 +148,7 @@ def _json(text: str) -> Any:
 
 
 def _whole(value: Any, text: str, source: Path) -> Source | None:
-    """A file that is one JSON value: the Trainer's state, a list of lines, lists beside each other, or one line."""
+    """A file that is one JSON value: the Trainer's state, a list of lines, parallel lists, or one line."""
     if isinstance(value, dict) and isinstance(value.get("log_history"), list):
         rows = [row for row in value["log_history"] if isinstance(row, dict)]
         state = {key: item for key, item in value.items() if not isinstance(item, dict | list)}

@@ -173,7 +173,7 @@ def _counted(rows: list[Row], notes: list[str]) -> list[Row]:
 
 
 def _bar(log: Log, lines: Sequence[Row]) -> list[Row]:
-    """The progress bar of the training, with what `lines` say of its steps and the losses that the Trainer prints beside
+    """The progress bar of the training, with what `lines` say about its steps and the losses that the Trainer prints beside
     it: those come with an epoch, often far from their step, and the epoch says which step it is."""
     bars: dict[str, list[Row]] = {}
     for row in log.rows:

@@ -1,5 +1,5 @@
 """Generation inside training: far below what cached decoding gives, mostly something else than generating, held up by its
-longest answer, in batches smaller than they seem, or of samples that are hardly ever correct.
+longest answer, in batches smaller than they seem, or of samples that are almost never correct.
 
 With a cache of keys and values one decoding step reads every weight once, whatever the number of sequences: 2 bytes x
 parameters / bandwidth is its floor. Without one it computes the whole prefix again for every token. A watched loop shows
@@ -23,7 +23,7 @@ SLOW_STEP_S = 0.05
 """A decoding step of a cached engine takes 5 to 30 ms on one GPU at up to 256 sequences; longer has another cause."""
 CACHED_CALL = {"cpu": (0.75, 1.5), "cuda": (1.0, 1.6)}
 """What a call with a cache takes, in what is read off the calls without one: small products are slower, and the cache is
-read and extended. On a GPU that comes on top, two kernels per layer; on a CPU it is little beside the products."""
+read and extended. On a GPU that comes on top, two kernels per layer; on a CPU it is little compared with the products."""
 ENGINES = ("vllm", "sglang", "trtllm")
 """Rollouts that always keep keys and values."""
 LONG_TAIL = 4.0
@@ -179,7 +179,7 @@ def rewards(observed: Observed) -> list[Finding]:
 
 
 def few_correct(observed: Observed) -> list[Finding]:
-    """Rejection sampling that hardly ever hits."""
+    """Rejection sampling that almost never finds a correct answer."""
     last = observed.last_event("sampling_end")
     samples, questions, correct = (last.get(name) for name in ("samples", "questions", "correct"))
     if not samples or not questions or correct is None or (hit := correct / samples) >= 0.1:

@@ -2,7 +2,7 @@
 host, batches too small to fill the GPU, and a speed far below what the hardware does.
 
 There is no plan to compare with, so what a change would need is estimated with the plan's arithmetic: no advice needs
-more memory than there is. At the end, numbers that mean something else than they seem to: tokens/s of whom, an MFU
+more memory than there is. At the end, numbers that mean something other than they seem to: whose tokens/s, an MFU
 against which peak. None of these makes anything faster, and the rules stay silent if the number of GPUs is a guess. FLOPs are
 counted as 6 per parameter and token where the log does not print them, peaks are dense datasheet peaks.
 """

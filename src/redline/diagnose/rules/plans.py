@@ -76,7 +76,7 @@ def _fewer_passes(recipe: Recipe, plan: Plan, best: Plan, step_s: float) -> tupl
         work_s = plan.prediction.flops_per_token * recipe.tokens_per_step / rate
         low, high = ((now_s + k * work_s) / (then_s + k * work_s) for k in (1.25, 0.8))
         fewer = plan.accumulation - best.accumulation
-        return low, high, f"{fewer} passes fewer at {pass_s * 1e3:.1f} ms each beside the arithmetic"
+        return low, high, f"{fewer} passes fewer at {pass_s * 1e3:.1f} ms each besides the arithmetic"
     if (floor := floor_s(recipe, plan)) is None:
         left_s = max(0.3 * step_s, step_s - (now_s - then_s))
         return 1.0, step_s / left_s, "launches saved; the GPU's rates are not known"
