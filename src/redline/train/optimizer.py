@@ -134,7 +134,7 @@ class Muon(_Uncompiled):
 def _average(
     averages: list[Tensor], new: list[Tensor], momentum: float | Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Take up new values. Returns both lists; those that lie in one piece as one stack, because few large kernels are
+    """Average in new values. Returns both lists; tensors in one piece of memory as one stack, because few large kernels are
     quicker than many small ones."""
     if (flat := joined(averages)) is not None:
         new = [torch.stack(new)]

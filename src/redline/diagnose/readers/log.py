@@ -78,7 +78,7 @@ def _of_runs(runs: Sequence[Mapping[str, Any]], source: str, trainer: Trainer) -
 
 
 def _of_a_console(log: Log, source: Source) -> list[Row]:
-    """The lines of the training: those with a step, else the next best that shows one; none where there is none."""
+    """The training lines: those with a step, else the next best that show one; none if no line does."""
     plain = [row for row in log.rows if not row.bar]
     rows = [row for row in plain if row.step >= 0]
     _attach(rows, plain)
@@ -151,7 +151,7 @@ def _placed(rows: list[Row], log: Log, text: str) -> list[Row]:
 
 
 def _by_checkpoints(lines: Sequence[str]) -> list[Row]:
-    """Where no line tells of an update, when each checkpoint was written."""
+    """If no line shows an update: when each checkpoint was written."""
     found: dict[int, tuple[int, float]] = {}
     for place, line in enumerate(lines):
         named = re.search(r"checkpoint-(\d{1,9})\b", line) or re.search(r"Running (training)", line)
@@ -206,7 +206,7 @@ def _bar(log: Log, lines: Sequence[Row]) -> list[Row]:
 
 
 def _attach(rows: Sequence[Row], others: Sequence[Row]) -> None:
-    """Lines without a step (timers, the numbers of a block) to the update before them."""
+    """Attach lines without a step (timers, the numbers of a block) to the update before them."""
     places = [row.place for row in rows]
     for row in others:
         if row.step < 0 and (at := bisect_right(places, row.place) - 1) >= 0:
@@ -217,7 +217,7 @@ def _attach(rows: Sequence[Row], others: Sequence[Row]) -> None:
 
 
 def _mark_pauses(run: Sequence[Row], pauses: Sequence[tuple[int, str]]) -> None:
-    """Mark updates behind a line about a validation or a checkpoint, unless the rows tell of them."""
+    """Mark updates that follow a line about a validation or a checkpoint, unless the rows show those."""
     places = [row.place for row in run]
     told = any(took for row in run for took in row.pauses.values())
     for place, kind in pauses if not told else ():
@@ -266,7 +266,7 @@ def _step(row: Row, lost: set[int]) -> Step:
 
 
 def _lost(run: Sequence[Row]) -> set[int]:
-    """The steps whose loss is not a number: nan or inf, and nulls at the end, three or more and more than ever stood between
+    """The steps whose loss is not a number: nan or inf, and nulls at the end: at least three, and more than ever came between
     two losses (a closing summary has none)."""
     nulls: list[int] = []
     most = 2
@@ -292,7 +292,7 @@ def _contradicted(run: Timed, facts: Facts) -> float | None:
 
 
 def _updates(run: Sequence[Row], log: Log) -> int:
-    """The last step's number where the log starts at the beginning, else how many updates it shows."""
+    """The last step's number if the log starts at the beginning, else the number of updates it shows."""
     end, trained = run[-1].step, [row for row in run if row.trained] or run
     if run[0].bar or (len(run) == 1 and end == run[0].total):
         return end

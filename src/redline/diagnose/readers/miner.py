@@ -1,10 +1,10 @@
-"""Console lines to rows. Most consoles are a few line skeletons, repeated with other numbers: the skeleton says what
-each number is called, and is looked at once however often it comes.
+"""Console lines to rows. Most consoles are a few line skeletons, repeated with other numbers: the skeleton gives the name of
+each number, and is parsed once however often it comes.
 
     "step 5/100 | loss: 3.21 | dt: 410.25ms | 143631 tok/s"
     -> {"step": "5", "step total": "100", "loss": "3.21", "dt": "410.25" in ms, "tok/s": "143631"}
 
-A number is called by the words before it, back to the last separator; where there are none, by its unit. Source code
+A number is named by the words before it, back to the last separator; if there are none, by its unit. Source code
 printed on top of a log has no skeleton that comes again with a growing step, and so leaves no run.
 """
 

@@ -44,13 +44,13 @@ class Row:
     """Whether it holds results of a validation."""
     total: float = 0.0
     fine_s: float = 0.0
-    """To how many seconds its clock is exact."""
+    """Precision of its clock in seconds."""
     stamp_s: float | None = None
     bar: str = ""
     counter: str = ""
     """The label of its step."""
     pauses: dict[str, float] = field(default_factory=dict)
-    """Validations and checkpoints since the update before, and how long they took; 0 where that is not told."""
+    """Validations and checkpoints since the update before, and how long they took; 0 if unknown."""
     after_s: float = 0.0
     """Time between this update and the start of the next, in a validation that has its own line."""
 
@@ -108,7 +108,7 @@ class _Shape:
 
 
 def _shape(line: Mined, named: dict[str, Column]) -> _Shape:
-    """What the user names goes before what the labels seem to mean. A step that is not a whole number is a time:
+    """What the user names takes precedence over what the labels seem to mean. A step that is not a whole number is a time:
     `[29/510] Batch 0.271`."""
     labels = {name: line.units.get(name, "") for name in line.cells}
     columns, times = assign(labels), dict[str, Column]()
@@ -254,7 +254,7 @@ def runs_of(rows: Sequence[Row]) -> tuple[list[list[Row]], bool]:
 
 
 def _of_another_run(row: Row, run: Mapping[int, Row], last: int, apart: int) -> bool:
-    """Whether the step went back, and not for a line that only comes late."""
+    """Whether the step went back, and not just because a line came late."""
     if row.step >= last:
         return False
     same = run.get(row.step)
@@ -282,7 +282,7 @@ def _join(same: Row, row: Row) -> None:
 
 
 def _join_others(runs: Sequence[dict[int, Row]], others: Sequence[Row]) -> None:
-    """Rows that count by another name: to the update of their step, or as a pause before the next."""
+    """Attach rows that count by another name to the update of their step, or as a pause before the next."""
     starts = [min(row.place for row in run.values()) for run in runs]
     for row in others if runs else ():
         at = max(0, bisect_right(starts, row.place) - 1)

@@ -54,8 +54,8 @@ class Timed:
 def timed(
     rows: list[Row], log: Log, *, batch: float | None, tokens: float | None, share: float | None, means: bool
 ) -> Timed:
-    """`batch` and `tokens` are those of an update, where the log's head tells them; `share` is how many GPUs they are
-    spread over where the log's rates are those of one, None where that is not known."""
+    """`batch` and `tokens` are those of an update, if the log's head gives them; `share` is how many GPUs they are
+    spread over if the log's rates are those of one, None if that is not known."""
     run = Timed(rows, means=means)
     if len(rows) == 1 and rows[0].step == rows[0].total > 1:  # the closing line alone, of the whole run
         told, updates = rows[0].values, rows[0].step
@@ -97,13 +97,13 @@ def timed(
 def _rate(
     row: Row, amount: str, rate: str, known: float | None = None, share: float | None = 1.0
 ) -> float | None:
-    """Time of an update from how much it holds and how much a second brings."""
+    """Time of an update from its size and the rate per second."""
     much, speed = row.values.get(amount, known), row.values.get(rate)
     return much / speed / share if much and speed and share else None
 
 
 def _clock(rows: Sequence[Row]) -> Times:
-    """Times from the differences of a clock, over as many updates as it takes to tell them."""
+    """Times from the differences of a clock, over as many updates as it takes to resolve them."""
     found: Times = []
     clocks = [now for row in rows if (now := _now(row)) is not None]
     reading_s = max((row.fine_s for row in rows), default=0.0)
@@ -170,7 +170,7 @@ def _from_estimates(rows: Sequence[Row]) -> Times:
 
 
 def _from_summary(rows: Sequence[Row], log: Log) -> Times:
-    """The mean of the run, its validations taken off."""
+    """The mean of the run, minus its validations."""
     runtime_s, rate = log.summary.get("runtime_s", 0.0), log.summary.get("updates_per_s")
     updates = log.summary.get("updates") or rows[-1].total or runtime_s * (rate or 0.0)
     mean_s = runtime_s / updates if updates else 1 / rate if rate else 0.0
@@ -275,7 +275,7 @@ def _count_from_totals(rows: Sequence[Row]) -> None:
 
 
 def _take_off_pauses(run: Timed) -> None:
-    """Validations and checkpoints out of the updates that hold them, and as events.
+    """Take validations and checkpoints out of the updates that hold them, and record them as events.
 
     What one took is what the log says, or the update's time above that of the updates around it; in the first update,
     which compiles too, it is the median of the rest.
