@@ -89,7 +89,7 @@ def _train(options: argparse.Namespace) -> Path:
     cases = [(load_recipe(name, [*data, *sets, *options.set]), arms) for name, sets, arms in chosen]
     facts = read_facts()
     if not facts.gpus and not options.recipe:
-        raise MachineError("the full benchmark needs a GPU, and this machine has none: use --recipe nano")
+        raise MachineError("the full benchmark needs a GPU, but this machine has none: use --recipe nano")
     from redline.bench.train import bench_train
 
     hardware = hardware_here(facts, ceilings_of(facts))
@@ -101,7 +101,7 @@ def _measure(options: argparse.Namespace) -> Path:
     """Run a benchmark whose work is fixed: the room's module of that name measures it."""
     facts = read_facts()
     if not facts.gpus and not options.quick:
-        raise MachineError("the full benchmark needs a GPU, and this machine has none: use --quick")
+        raise MachineError("the full benchmark needs a GPU, but this machine has none: use --quick")
     name, more = "quick" if options.quick else "full", {}
     if options.verb == "generate":
         more["ceilings"] = ceilings_of(facts)

@@ -48,7 +48,7 @@ class Line:
         self.url, key = _checked(url), os.environ.get(KEY_VARIABLE)
         if key and (not key.isascii() or not key.isprintable() or " " in key):
             raise ConfigError(
-                f"the key ({KEY_VARIABLE}) must be printable ASCII without spaces, and it is not"
+                f"the key ({KEY_VARIABLE}) must be printable ASCII without spaces, but it is not"
             )
         import httpx  # here: it takes a tenth of a second, and most runs call no server
 

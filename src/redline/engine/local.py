@@ -222,10 +222,10 @@ class LocalEngine(Engine):
         n, context = len(ids), self.model.config.context_length
         wanted, most, new = sampling.max_new_tokens, room.max_prompt_tokens, room.max_new_tokens
         for holds, rule in (
-            (n > 0, "a prompt must hold at least one token, and this one is empty"),
+            (n > 0, "a prompt must hold at least one token, but this one is empty"),
             (n < context, f"a prompt has {n} tokens, and the model's context holds {context}: shorten it"),
-            (n <= most, f"a prompt has {n} tokens; the engine was made for {most}"),
-            (wanted <= new, f"a request wants {wanted} new tokens; the engine was made for {new}"),
+            (n <= most, f"a prompt has {n} tokens, but the engine was made for {most}"),
+            (wanted <= new, f"a request wants {wanted} new tokens, but the engine was made for {new}"),
         ):
             if not holds:
                 raise ConfigError(rule)
@@ -404,6 +404,6 @@ def fitting_slots(model: Transformer, *, max_prompt_tokens: int, max_new_tokens:
     fitting = int(free_bytes * GENERATION_SHARE) // each
     if fitting < 1:
         raise MachineError(
-            f"a sequence needs {each / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB are free: shorten it"
+            f"a sequence needs {each / 2**30:.1f} GiB, but {free_bytes / 2**30:.1f} GiB are free: shorten it"
         )
     return min(MOST_SLOTS[device.type], fitting)

@@ -76,7 +76,7 @@ def main(processor_s: int) -> None:
             text, why = _compiled(template).render(**values), ""
             text.encode()  # half a surrogate pair is not text
             if len(text) > LONGEST:
-                text, why = "", f"it gives {len(text):,} characters, and at most {LONGEST:,} are allowed"
+                text, why = "", f"it gives {len(text):,} characters, but at most {LONGEST:,} are allowed"
         except Exception as error:  # noqa: BLE001 - whatever a foreign program raises is its failure
             text, why = "", " ".join(f"{type(error).__name__}: {error}".split())[:200]
         print(json.dumps([text, why]), flush=True)  # noqa: T201 - the pipe to the other side

@@ -37,7 +37,7 @@ NEEDED_CAPABILITY = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
 
 
 def needs_cuda(_recipe: Recipe, hardware: Hardware, _beside: Beside) -> str | None:
-    return None if hardware.kind == "cuda" else "needs a CUDA device, and this is a CPU"
+    return None if hardware.kind == "cuda" else "needs a CUDA device, but this is a CPU"
 
 
 def _capability(needed: tuple[int, int], what: str) -> Need:

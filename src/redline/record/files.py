@@ -129,7 +129,7 @@ def write_atomic(path: Path, text: str) -> None:
 def check_vacant(folder: Path, what: str) -> None:
     """Refuse a folder that is not empty: the files would mix."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise StorageError(f"{what} needs a new folder, {folder} already exists: remove it or choose another")
+        raise StorageError(f"{what} needs a new folder, but {folder} exists: remove it or choose another")
 
 
 @contextlib.contextmanager

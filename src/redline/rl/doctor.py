@@ -101,7 +101,7 @@ def examine(recipe: Recipe, plan: Plan, process: Process, *, questions: int) -> 
     rl = recipe.rl
     assert rl is not None
     if process.world_size > 1:
-        raise ConfigError(f"`redline rl doctor` needs one process, and there are {process.world_size}")
+        raise ConfigError(f"`redline rl doctor` needs one process, but there are {process.world_size}")
     asked = replace(recipe.train, batch_size=questions * len(rl.domains))
     little = replace(recipe, train=asked, rl=replace(rl, refills=0, weights=(), updates_per_rollout=1))
     base = open_weights(Path(recipe.model.init_from or ""))

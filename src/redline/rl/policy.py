@@ -182,7 +182,7 @@ class Policy:
 
 def _check_workers(process: Process, rl: RlConfig) -> None:
     if process.world_size > 1:
-        raise ConfigError(f"--on ray needs one training process, and there are {process.world_size}")
+        raise ConfigError(f"--on ray needs one training process, but there are {process.world_size}")
     if rl.max_versions_behind and not rl.importance_cap:
         raise ConfigError(
             f"with rl.max_versions_behind {rl.max_versions_behind} answers come from older weights, which"

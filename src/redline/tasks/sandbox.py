@@ -103,7 +103,7 @@ def in_force() -> Layer:
     layer = next((layer for layer in layers() if not layer.missing), None)
     if layer is None:
         said = "; ".join(f"{layer.name}: {layer.missing}" for layer in layers())
-        raise MachineError(f"generated code needs a sandbox, and no layer of it works here: {said}")
+        raise MachineError(f"generated code needs a sandbox, but no layer of it works here: {said}")
     return layer
 
 
@@ -115,7 +115,7 @@ def layers() -> list[Layer]:
 
 def _missing(name: str) -> str:
     if sys.platform != "linux":
-        return f"it needs Linux, this is {sys.platform}"
+        return f"it needs Linux, but this is {sys.platform}"
     if name == "bubblewrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed"
     try:

@@ -91,7 +91,7 @@ def read_adapter(folder: Path, model: Transformer) -> LoraConfig:
     }
     if ranks != {config.rank}:
         raise CheckpointError(
-            f"{folder} says rank r = {config.rank}, and its weights have {', '.join(map(str, ranks)) or 'none'};"
+            f"{folder} says rank r = {config.rank}, but its weights have {', '.join(map(str, ranks)) or 'none'};"
             " write the adapter again"
         )
     present = next((layer.config for layer in lora_layers(model).values()), None)

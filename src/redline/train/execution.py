@@ -56,7 +56,7 @@ def check_device(plan: Plan) -> None:
     if plan.hardware.kind == "cuda" and (has := torch.cuda.get_device_capability()) < needs:
         needed, found = (".".join(map(str, version)) for version in (needs, has))
         raise MachineError(
-            f"{plan.coarsest} needs compute capability {needed}, this GPU has {found}: plan again here"
+            f"{plan.coarsest} needs compute capability {needed}, but this GPU has {found}: plan again here"
         )
 
 

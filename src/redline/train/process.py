@@ -87,7 +87,7 @@ def join(kind: str) -> Iterator[Process]:
         threading.Thread(target=hash_triton, daemon=True).start()
         if not torch.cuda.is_available():
             raise MachineError(
-                "the plan is for a GPU and torch sees no CUDA device: plan again here, or check the driver"
+                "the plan is for a GPU, but torch sees no CUDA device: plan again here, or check the driver"
             )
         torch.cuda.set_device(device)
     if world_size == 1:

@@ -262,7 +262,7 @@ class _Search:
             return None
         self.untried.append(candidate.name)
         needs, left = format_duration(cost_s), format_duration(left_s)
-        return f"not tried: it takes about {needs}, and {left} remain before the last comparison"
+        return f"not tried: it takes about {needs}, but only {left} remain before the last comparison"
 
     def _last_pair(self) -> Pair | None:
         """The rules' plan and the best one, with all blocks: both are known to run."""
