@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("redline: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # the reader (head, less) has gone; what is left must not be written when Python ends
+        # the reader (head, less) has gone; Python must not write what is left when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a path that the user gave; nothing more is known about it

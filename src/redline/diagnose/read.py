@@ -53,7 +53,7 @@ def _file(path: Path) -> Path:
         if not path.exists():
             raise DataError(f"{path} does not exist: give a run folder or a log file")
         if not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):
-            return path  # a folder that may not be read says so itself
+            return path  # an unreadable folder raises its own error
         if any((path / name).exists() for name in ("metrics.jsonl", "events.jsonl")):
             return path
         checkpoints = list(path.glob(f"checkpoint-*/{LOGS[0]}"))

@@ -202,7 +202,7 @@ class Decoder:
             return
         if (batch, filtered) not in self._captured:
             kept = self._rows.clone()
-            self._rows.fill_(self.slots.spare)  # the rehearsal is no sample's
+            self._rows.fill_(self.slots.spare)  # the rehearsal belongs to no sample
             self._captured[batch, filtered] = self._capture(functools.partial(self._decode, batch, filtered))
             self._rows.copy_(kept)
         self._captured[batch, filtered].replay()

@@ -163,7 +163,7 @@ def _choose(
     spread = tl.sum(spreads * tl.exp(peaks - highest))
     weights = tl.where(sums > 0, sums * tl.exp((peaks - highest) * inverse), 0.0)
     reached = tl.cumsum(weights, axis=0)
-    place_in = tl.minimum(count, places - 1)  # a closed slot computes on, and its number is not used
+    place_in = tl.minimum(count, places - 1)  # a closed slot keeps computing, but its number is not used
     target = tl.load(uniform_ptr + slot * places + place_in) * tl.sum(weights)
     last_block = tl.max(tl.where(weights > 0, block, 0))
     chosen = tl.minimum(tl.min(tl.where((reached > target) & (weights > 0), block, BLOCKS)), last_block)

@@ -129,7 +129,7 @@ class LocalEngine(Engine):
         self._beginnings: dict[frozenset[str], np.ndarray] = {}
         self._cut: list[int] = []
         """Slots whose sample ended with a stop string, which the device does not know yet."""
-        # arrays, because at 2,048 slots a loop in every round would take longer than a decode step
+        # arrays: at 2,048 slots a Python loop per round would take longer than a decode step
         self._known = np.zeros((4, slots), np.int64)
         self._prompt_of, self._left, self._filtered, self._watched = self._known
         self._abandon()
@@ -182,7 +182,7 @@ class LocalEngine(Engine):
                 if self._open:
                     slots, round_ = self._launch(usual if more or self._waiting else 2 * usual)
                     asked = self.stats.requests
-                    more = more and self._admit(feed, self._ahead)  # prompts that are read behind the round
+                    more = more and self._admit(feed, self._ahead)  # prompts are read while the round runs
                     if self.stats.requests == asked:
                         self._go_on(slots)
                     yield from self._completions()

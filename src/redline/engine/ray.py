@@ -222,7 +222,7 @@ class RayEngine(Engine):
         finally:
             self._queue.clear()
             for member in self._members:
-                if member.held:  # its slots are full of what nobody wants any more
+                if member.held:  # its slots are full of work nobody wants any more
                     self._end(member, "ended")
 
     # ---- from the requests to the workers ----

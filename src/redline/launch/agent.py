@@ -183,7 +183,7 @@ class Agent(elastic.SimpleElasticAgent):
             return elastic.RunResult(state=elastic.WorkerState.SUCCEEDED, return_values=values)
         broken = [member for member in failed if member.process.returncode != processes.STOPPED_CODE]
         if self._stopping:
-            # one that the signal killed could not save yet, and whatever failed with it had nothing to save either
+            # a process that the signal killed could not save yet, nor had one that failed with it anything to save
             if broken and all(member.process.returncode != -signal.SIGTERM for member in broken):
                 self.code = broken[0].tell()
             raise Stopped

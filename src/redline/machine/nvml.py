@@ -59,7 +59,7 @@ class GpuTelemetry:
     def __init__(self, index: int) -> None:
         self._handle, self._energy_before_j = None, 0.0
         try:
-            # held until the process ends: opening it anew for each reading would take milliseconds
+            # held until the process ends: reopening it for each reading would take milliseconds
             pynvml.nvmlInit()
             handles = visible_handles()
         except pynvml.NVMLError:

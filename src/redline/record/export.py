@@ -156,7 +156,7 @@ class TensorBoard:
             self._file.write(self._event.Event(**fields).SerializeToString())
             self._file.flush()
         except OSError:
-            with contextlib.suppress(OSError):  # or the garbage collector flushes again and complains
+            with contextlib.suppress(OSError):  # otherwise the garbage collector flushes again and complains
                 self._file.close()
             raise
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from redline.errors import DataError, RedlineError, StorageError
 
 T = TypeVar("T")
-# Far over what we write (a month of metrics, the largest tokenizer); well under what would fill a machine.
+# Far more than we write (a month of metrics, the largest tokenizer); far less than would fill a machine.
 LARGEST_BYTES = 1 << 30
 _LONG_NUMBER = re.compile(r"\d{19}")
 WAY_OUT = "correct the file, or move it away"

@@ -97,7 +97,7 @@ class Rollouts:
 
     def next(self) -> Rollout:
         if self.process.device.type == "cuda":
-            torch.cuda.synchronize()  # the update before is not to be taken for generation
+            torch.cuda.synchronize()  # the previous update must not count as generation
         step, began_s, weights_s = self.done + 1, time.perf_counter(), self.policy.weights_s
         if (ahead := self._ahead.pop(step, None)) is None:
             drawn = self._draw(_Drawing(step, self.done, self.policy.voice(), self.phase))
@@ -111,7 +111,7 @@ class Rollouts:
             drawing = _Drawing(later, self.done, self.policy.voice(), lambda name: None)
             self._ahead[later] = self._thread.submit(self._draw, drawing)
         self.done = step
-        # Of what an update hid, the rewards come last.
+        # The rewards come last in what an update hid.
         reward_s = min(drawn.reward_s, waited_s)
         times = {
             "weights_s": self.policy.weights_s - weights_s,
@@ -152,7 +152,7 @@ class Rollouts:
         if missing := [key for key in wanted if key not in kept]:
             mine = missing[self.process.rank :: self.process.world_size]
             drawing.phase("generate")
-            with drawing.voice() as run:  # on all processes, even on one that has nothing to say
+            with drawing.voice() as run:  # on all processes, even one with nothing to generate
                 drawn = self._generate(drawing, run, mine)
             kept |= {group.key: group for group in _exchange(drawn, self.process)}
             if self.process.is_first:

@@ -49,7 +49,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="redline-watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # only there a signal can break in
+        if threading.current_thread() is threading.main_thread():  # only there can a signal interrupt
             self._before = signal.signal(BREAK_IN, self._break_in)
             self._thread.start()
         return self
@@ -92,7 +92,7 @@ class Watchdog:
         if self._now is None or self._hung is None or self._hung[0] is not self._now or self._closed.is_set():
             return  # it ended while the signal was on its way
         (name, _), said = self._hung
-        self._now = None  # once: what follows must not be broken into
+        self._now = None  # once: what follows must not be interrupted
         if self._alone and name in DRAWING:
             raise StopTraining(said)
         raise TrainingError(f"{said}; run the same command again and it resumes from the last checkpoint")

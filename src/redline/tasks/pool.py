@@ -129,7 +129,7 @@ class Pool:
             finally:
                 self._idle.put(child)
                 for _, verdict in taken:
-                    verdict.cancel()  # of those without a result, so that nobody waits for ever
+                    verdict.cancel()  # those without a result, so that nobody waits forever
 
     def _take(self) -> list[tuple[Item, Future[Verdict]]]:
         """The next message: few completions while few wait, so that all workers have some."""
@@ -190,7 +190,7 @@ class _Child:
         item's fault."""
         assert self._process.stdin is not None
         verdicts: list[Verdict] = []
-        with contextlib.suppress(BrokenPipeError):  # its end shows on the other pipe
+        with contextlib.suppress(BrokenPipeError):  # the other pipe shows that it ended
             # The worker reads the whole line before it scores, so this does not block.
             message = memoryview(json.dumps(items).encode() + b"\n")
             while message:
@@ -220,7 +220,7 @@ class _Child:
     def _start(self) -> None:
         self._half, self._mark = b"", secrets.token_hex(8).encode()
         command = [sys.executable, "-P", "-m", "redline.tasks.worker", *self._arguments, self._mark.decode()]
-        # The same modules as here, also where sys.path was changed by hand; one core a worker, so no threads
+        # The same modules as here, also where sys.path was changed by hand; one core per worker, so no threads
         # in numeric libraries.
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

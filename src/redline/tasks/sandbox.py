@@ -229,7 +229,7 @@ def _reason(told: list[dict[str, Any]], flooded: bool, limits: Limits) -> str | 
         return f"it wrote more than {limits.output_bytes:,} bytes"
     if told[-1]["late"]:
         return f"it took more than {limits.wall_s:g} s"
-    # The kernel counts the limit in ticks and reports finer time, which may be less; few but it kill this way.
+    # The kernel counts the limit in ticks and reports finer time, which may be less; little else kills this way.
     if code == -signal.SIGKILL and (cpu_s is None or cpu_s > limits.cpu_s / 2):
         return f"it took more than {limits.cpu_s} s of processor time"
     if code < 0:

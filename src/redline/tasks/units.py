@@ -140,7 +140,7 @@ def make(data: str | None) -> Task:
 
 
 def _question(name: str, text: str, answer: float, asked: Conversion | None) -> Question:
-    # three decimals, which is all that the rule of correctness looks at; none that are 0
+    # three decimals, which is all that scoring looks at; never 0
     solution, meta = f"<answer>{f'{answer:.3f}'.rstrip('0').rstrip('.')}</answer>", {}
     if asked is not None:
         number, source, target = asked

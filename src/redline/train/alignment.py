@@ -49,7 +49,7 @@ class Diagnosis:
         """Leaves no gradient behind."""
         few: Any = copy.copy(objective)
         few.pass_size = max(1, objective.pass_size // learner.model.config.num_layers)
-        # One shape more is not worth compiling.
+        # One more shape is not worth compiling.
         with eagerly():
             found = _alignment(learner, few, batch) if self.feedback else {}
             if self.kernel and isinstance(objective, Sequences):

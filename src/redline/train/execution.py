@@ -99,7 +99,7 @@ def equip(model: Transformer, plan: Plan, *, longest: int = 0) -> None:
     model.apart = plan.compile == "off" and plan.recompute == "none" and plan.world_size == 1
     if plan.compile != "off":
         with startup.importing():
-            import_module("torch._inductor.compile_fx")  # else the first update would
+            import_module("torch._inductor.compile_fx")  # otherwise the first update would
     for block in model.blocks:
         block.recompute = plan.recompute
         if plan.compile != "off":

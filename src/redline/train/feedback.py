@@ -117,7 +117,7 @@ class FeedbackAlignment:
     def prepare(self, model: Transformer) -> None:
         for block in self.below(model):
             block.recompute = "none"  # the second run of a block is its recomputation already
-            # Else FSDP gathers the block that ran before this one, as back-propagation would need it next.
+            # Otherwise FSDP gathers the block that ran before this one, as back-propagation would need it next.
             if (prefetch := getattr(block, "set_modules_to_backward_prefetch", None)) is not None:
                 prefetch([block])
 
@@ -157,7 +157,7 @@ class _Sweep:
 
     def through(self, x_BTD: Tensor, attend: Attend) -> Tensor:
         if self.below:
-            # A frozen embedding asks for no gradient, and the second run hangs on that of its output.
+            # A frozen embedding asks for no gradient, but the second run depends on that of its output.
             x_BTD = x_BTD if x_BTD.requires_grad else x_BTD.detach().requires_grad_()
             x_BTD = _Below.apply(self, attend, x_BTD)
         for block in self.model.blocks[len(self.below) :]:

@@ -221,7 +221,7 @@ class Trainer:
         if self.process.is_first:
             self._event("out_of_memory", step=step, **facts)
         elif self.opened.run is not None:
-            # The first may have had memory enough, and the launcher must learn of it.
+            # The first process may have had enough memory; the launcher must still learn of the failure.
             RunFolder(self.opened.run).event("out_of_memory", step=step, **facts)
         # The others wait in a collective; the launcher starts all of them again.
         if self.process.world_size > 1:

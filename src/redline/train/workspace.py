@@ -87,7 +87,7 @@ class Workspace:
         finally:
             for layer in self.layers:
                 layer.place = None
-            self.join()  # for what was broken off: a capture that ended without it would raise that, and hide the cause
+            self.join()  # after an error too: a capture that ends without joining would raise that and hide the cause
 
     @contextmanager
     def beside(self, *read: Tensor) -> Iterator[None]:

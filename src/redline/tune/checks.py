@@ -289,7 +289,7 @@ def _recompute(case: Case) -> Check:
     told = not case.cuda and case.mixing == "softmax"
     if not calls or (plan == "selective" and calls == ran and not told):
         return unseen(name, f"{evidence}; another plan would show the same")
-    # What is kept passes torch's dispatch twice the first time and once the second; what is not, once each time.
+    # Kept results pass torch's dispatch twice the first time and once the second; others once each time.
     kept = ran != calls if ran else plan == "selective"
     holds = calls == (1 if plan == "none" else 2) * blocks
     return checked(name, holds and (plan == "none" or kept == (plan == "selective")), evidence)

@@ -81,7 +81,7 @@ ATTENTION_KINDS = {
     ),
     "cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
     "efficient": ("aten::_scaled_dot_product_efficient_attention",),
-    # for packed rows on a GPU in half precision: one operation a block
+    # for packed rows on a GPU in half precision: one operation per block
     "short": ("_ShortAttention",),
     "varlen": ("torch_attn::_varlen_attn",),
     # our kernel, and an operation that nothing but its form in PyTorch uses: one per block

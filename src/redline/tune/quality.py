@@ -136,7 +136,7 @@ class Judge:
         there = [lane.at(loss) for lane in lanes]
         if len(there[1]) < self.seeds:
             ends = [b - a for a, b in zip(lanes[0].lowest, lanes[1].lowest, strict=True)]
-            worse = paired(ends).low > 0  # one of a few seeds may well end higher
+            worse = paired(ends).low > 0  # one seed of a few may well end higher
             note = f"{len(there[1])} of {self.seeds} seeds reached a loss of {loss:.4f}"
             return Quality(figure=figure, verdict="worse" if worse else "cannot tell", note=note)
         pairs = [(a.seconds, b.seconds) for a, b in zip(*there, strict=True)]

@@ -182,7 +182,7 @@ def trained(arm: Arm, folder: Path, seed: int, train: Train, *, resume: bool = F
         if (why := train(wanted, folder, arm.plan)) is not None:
             return why
     run = read_run(folder)
-    if run.state.ending == "stopped":  # by a signal that was sent to it alone
+    if run.state.ending == "stopped":  # by a signal sent to it alone
         raise MachineError(f"{folder} was interrupted ({run.state.text}): run the same command again")
     return run
 

@@ -44,7 +44,7 @@ def text_of(path: Path) -> str:
     raw = bytes_of(path)
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         encoding = "utf-16"
-    elif len(raw) > 3 and raw[1:4096:2].count(0) > 0.4 * len(raw[1:4096:2]):  # PowerShell, without a mark
+    elif len(raw) > 3 and raw[1:4096:2].count(0) > 0.4 * len(raw[1:4096:2]):  # PowerShell, no BOM
         encoding = "utf-16-le"
     else:
         encoding = "utf-8-sig"

@@ -286,7 +286,7 @@ def _contradicted(run: Timed, facts: Facts) -> float | None:
         return None
     rates = [row.values["tokens_per_s"] for row in run.rows if "tokens_per_s" in row.values]
     if all(before < after for before, after in pairwise(rates)):
-        return None  # a mean since a slow start
+        return None  # includes a slow start
     ratio = physics.whole(tokens / (rate * step_s))
     return rate if ratio and ratio > 1 and ratio != facts.gpus else None
 

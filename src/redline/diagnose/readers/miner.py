@@ -121,7 +121,7 @@ def _understand(key: str) -> _Skeleton:
     names = {label: unit for _, label, unit in columns}
     chosen = assign(names)
     held = [label for label in names if is_held_out(label) and ("loss" in label.lower() or "step" in chosen)]
-    # [step=10/5000], and its numbers on the lines behind it
+    # [step=10/5000], and its numbers on the lines that follow
     whole = [name for name in names if name.endswith(" total") and name != "fraction total"]
     useful = bool(chosen.keys() - {"epoch", "step", "remaining_s", "batch_size"} or held)
     useful |= "step" in chosen and len(columns) <= 6 and bool(whole)

@@ -111,7 +111,7 @@ def _batch(known: Known, run: Timed, step_s: float | None, summary: dict[str, fl
         sizes.append(known["micro_batch"] * known["gpus"] * known.get("accumulation", 1.0))
     known.setdefault("batch_size", next(filter(None, sizes), None))
     seq_len, tokens = known.get("seq_len"), known.get("tokens")
-    if seq_len and not known.get("trained_parameters"):  # rows of a fine-tuning are shorter than its limit
+    if seq_len and not known.get("trained_parameters"):  # fine-tuning rows are shorter than the limit
         known["batch_size"] = known["batch_size"] or (tokens / seq_len if tokens else None)
         known["tokens"] = tokens or (known["batch_size"] * seq_len if known["batch_size"] else None)
 

@@ -83,7 +83,7 @@ def timed(
     for source, find in sources.items():
         found = [value if value and value > 0 else None for value in find()]
         if source in RATES and clock_s and not 1 / CLOCK < (_middle(found) or clock_s) / clock_s < CLOCK:
-            continue  # a mean since the start, or of lines and not of updates
+            continue  # a mean since the start, or over lines instead of updates
         if sum(value is not None for value in found) >= (min(3, max(1, 0.4 * training)) if not source else 1):
             for row, value in zip(rows, found, strict=True):
                 row.values.pop("step_s", None)
@@ -262,7 +262,7 @@ def _count_from_totals(rows: Sequence[Row]) -> None:
             continue
         steps = known[-1][0].step / max(1, known[0][0].step)
         if total == each and values[-1] < values[0] * max(2.5, steps / 4):
-            continue  # rows of growing length, and no sum
+            continue  # rows of growing length, not a running sum
         pairs = [*pairwise(known), (known[0], known[-1])]
         found = [(new[1] - old[1]) / max(1, new[0].step - old[0].step) for old, new in pairs]
         mean, whole = found.pop(), values[-1] / max(1, known[-1][0].step)

@@ -42,14 +42,14 @@ def period_of(excess_s: dict[int, float], steps: list[int], stride: int = 1) -> 
     most_s = list(accumulate(sorted(excess_s.values(), reverse=True)))
     for n in range(2 * stride, max(3 * stride, span // 2 + 1) if span > 0 else 0, stride):
         if most_s[min(len(most_s), span // n + 1) - 1] <= LEAST_EXPLAINED * total_s:
-            # not even the slowest updates, as many as fall on every Nth, would explain enough; a larger N has fewer
+            # even the slowest updates, as many as fall on every Nth, explain too little; a larger N has fewer
             break
         sums = dict[int, float]()
         for step, over_s in excess_s.items():
             sums[step % n] = sums.get(step % n, 0.0) + over_s
         rest = max(sums, key=lambda place: sums[place])
         share, least = sums[rest] / total_s, best[2] if best else LEAST_EXPLAINED
-        # Counting the quick ones takes a look at all updates: only where the slow ones explain enough.
+        # Counting the quick ones means looking at all updates, so do it only where the slow ones explain enough.
         if share > least and (hits := sum(step % n == rest for step in excess_s)) >= 3:
             score = share * hits / sum(step % n == rest for step in steps)
             best = (n, rest, score) if score > least else best
