@@ -31,9 +31,9 @@ class Verdict:
 
 
 def split(observed: Observed) -> dict[str, float]:
-    """Mean seconds of each part of an update, what is left of it as `idle`; empty where its parts were not measured. Means
-    add up to the update, as medians do not. Else a trainer's own parts of the step (verl's timing_s), those that stand
-    side by side, not one inside another."""
+    """Mean seconds of each part of an update, and the rest as `idle`. Means add up to the update; medians do not. If the
+    parts were not measured, a trainer's own parts of the step (verl's timing_s) that do not contain each other, or
+    nothing."""
     step_s = observed.mean("step_s") or 0.0
     if observed.mean("forward_s") is None:
         parts = {name: value for name in BESIDE if (value := observed.part(name))}

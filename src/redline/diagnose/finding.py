@@ -109,11 +109,11 @@ class _Values(dict[str, Any]):
 def found(
     cause: str, shown: Shown, variant: str = "", *, strength: float = 1.0, kind: Any = None
 ) -> list[Finding]:
-    """One finding as a list, as rules return them; none where the `share` of the time that it is about is less than the
-    cause's `least`. `shown` are the rule's locals, by which the words of the cause name what they show. Among them are
-    `observed`, and where there is something to gain `gain`, a pair of factors, or `saves`, a pair of shares of the step
-    that the fix takes away (the cause may give both: its `saves` are parts of `share`); `evidence` are rows that no
-    template makes. `strength` says how good the evidence is here, 1 at best."""
+    """One finding as a list, as rules return them; an empty list if the `share` of the time that it is about is below the
+    cause's `least`. `shown` holds the rule's locals, which fill in the words of the cause. Among them are `observed` and,
+    if there is something to gain, `gain`, a pair of factors, or `saves`, a pair of shares of the step that the fix removes
+    (the cause may give both: its `saves` are parts of `share`). `evidence` holds rows that no template makes. `strength`
+    says how good the evidence is here, 1 at best."""
     entry = causes()[cause] | (causes()[cause][variant] if variant else {})
     share, observed = shown.get("share"), shown["observed"]
     if "saves" in entry and share is not None and share < entry.get("least", WORTH_SAYING):

@@ -170,7 +170,7 @@ def _read_llama(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
     if any(kind != "full_attention" for kind in kinds):
         raise CheckpointError(f"{path}: some layers have a sliding window, but none may have one")
     if name == "LlamaForCausalLM":
-        # Only the agreement of its two switches is a model of ours: all biases, or none.
+        # Our models have all biases or none, so the two switches must agree.
         _accept(path, raw, "mlp_bias", *((True,) if more.attention_bias else (None, False)))
     else:
         _accept(path, raw, "attention_bias", None, False)

@@ -366,7 +366,7 @@ def write_part(parameter: Tensor, value: Tensor) -> None:
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
     """This process's part of a tensor that is spread like another."""
     if torch.distributed.is_initialized():
-        # imported here: it takes torch seconds, which every engine and every worker on Ray would pay
+        # imported here: it takes seconds, which every engine and every worker on Ray would pay
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         if isinstance(like, DTensor):

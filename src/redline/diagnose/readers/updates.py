@@ -210,8 +210,8 @@ def _settle_units(run: Timed, log: Log) -> None:
 
 
 def _count_updates(run: Timed, step_s: float, clock_s: float) -> float:
-    """Where a time is as many times the clock's as all steps are multiples of: if lines come less often, the counter
-    counts samples; else the time is that of all updates since the line before. Returns the time that the clock shows."""
+    """Settle a time that is N times the clock's, where N divides all steps: if lines come less often, the counter counts
+    samples; else the time covers all updates since the line before. Returns the time that the clock shows."""
     rows, times = run.rows, math.gcd(*(row.step for row in run.rows))
     if times < 2 or not 1 / CLOCK < step_s / clock_s / times < CLOCK:
         return clock_s

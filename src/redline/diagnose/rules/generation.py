@@ -22,8 +22,8 @@ ANY_BANDWIDTH = 900e9
 SLOW_STEP_S = 0.05
 """A decoding step of a cached engine takes 5 to 30 ms on one GPU at up to 256 sequences; longer has another cause."""
 CACHED_CALL = {"cpu": (0.75, 1.5), "cuda": (1.0, 1.6)}
-"""What a call with a cache takes, in what is read off the calls without one: small products are slower, and the cache is
-read and extended. On a GPU that comes on top, two kernels per layer; on a CPU it is little compared with the products."""
+"""Cost of a cached call relative to what the uncached calls predict: small products are slower, and the cache is read and
+extended. On a GPU that comes on top, two kernels per layer; on a CPU it is little compared with the products."""
 ENGINES = ("vllm", "sglang", "trtllm")
 """Rollouts that always keep keys and values."""
 LONG_TAIL = 4.0

@@ -22,9 +22,9 @@ LARGER_PASSES = ((8_192, 1.25), (32_768, 1.02))
 """Tokens of a pass, and how much faster passes of 64k are (H200, 124M parameters: 427k, 524k and 533k tokens/s,
 LOG.md)."""
 TINY = 4_000
-"""Tokens an update and GPU below which what a step costs whatever it holds decides its time."""
+"""Tokens per update and GPU below which the fixed cost of a step decides its time."""
 WELL, LOW = 0.45, 0.3
-"""MFU that a well-set-up run reaches, and one that is worth a word."""
+"""The MFU that a well-set-up run reaches, and the MFU below which a finding is worth it."""
 LOW_ANYWHERE = 0.2
 """The same where it is counted against an A100's peak, whatever the GPU: on a 4090 (165 TFLOP/s) it is 38 %."""
 ANY_GPU_TFLOPS = 45.0

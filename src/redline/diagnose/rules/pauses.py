@@ -16,16 +16,16 @@ LEAST_EXPLAINED = 0.5
 CHANCE = 0.01
 """A period is reported if random slow updates would look as regular in fewer runs than this."""
 SLOW = 1.5
-"""An update is slow from this many times the median on."""
+"""An update is slow if it takes at least this many times the median."""
 SPREADS = 4.0
-"""How many times further above the median than the quickest tenth is below it an update at no fixed interval must be:
-where all of them differ, as on a busy machine, the slow ones are like the others."""
+"""An update at no fixed interval is slow only if it lies this many times further above the median than the quickest tenth
+lies below it: where all updates differ, as on a busy machine, the slow ones are like the others."""
 FEWEST_SLOW = 3
-"""Fewer slow updates are chance."""
+"""Fewer slow updates may be chance."""
 LONGEST_SEARCH = 20_000
-"""Lines in which a period is looked for; of a longer log, the last ones."""
+"""Lines searched for a period; in a longer log, the last ones."""
 REGIME = 1.3
-"""How far two speeds of a run must be apart to be told as two."""
+"""How far apart two speeds of a run must be to count as two."""
 REGIME_LINES = 10
 """The fewest lines that a speed must last."""
 
@@ -57,11 +57,11 @@ def period_of(excess_s: dict[int, float], steps: list[int], stride: int = 1) -> 
 
 
 def chance_of(excess_s: dict[int, float], steps: list[int], period: int, rest: int) -> float:
-    """How often slow updates at random would fall on some period as these do on theirs, at most.
+    """An upper bound on how often randomly slow updates would fall on some period as these do on theirs.
 
-    The chance that of all lines those that are about as slow as the period's own fall on its places as often as they do
-    (hypergeometric), times the number of periods and first places in which as many slow ones would have looked as
-    regular: three of 30 lines, each ten after the other, stand so by chance in 0.9 % of the runs, of 25 lines in 1.1 %.
+    It is the hypergeometric chance that lines about as slow as the period's own fall on its places this often, times the
+    number of periods and first places in which as many slow ones would have looked as regular. Three of 30 lines, each
+    ten after the other, come about by chance in 0.9 % of the runs, three of 25 lines in 1.1 %.
     """
     hits = [step for step in excess_s if step % period == rest]
     alike_s = 0.5 * median(excess_s[step] for step in hits)
@@ -78,8 +78,8 @@ def chance_of(excess_s: dict[int, float], steps: list[int], period: int, rest: i
 
 
 def _slow(observed: Observed) -> tuple[dict[int, float], dict[int, float], float]:
-    """What each update took, what the slow ones took longer than the usual one (none where there are too few to tell), and
-    the usual one. Generation, waits for data and logs of the Trainer, which have rules of their own, are not counted."""
+    """The time of each update, how much longer the slow ones took than the usual one (empty if they are too few), and the
+    usual one. Generation, waits for data and the Trainer's logs have their own rules and are not counted."""
     steady, logs_s = observed.steady[-LONGEST_SEARCH:], _logs_s(observed)
     logged = {after.step for now, after in pairwise(observed.steps) if logs_s and now.loss is not None}
     took_s = {s.step: (s.step_s or 0.0) - (s.generate_s or 0.0) for s in steady}
@@ -141,7 +141,7 @@ def _uneven_tokens(observed: Observed) -> bool:
 
 def regime_change(observed: Observed) -> list[Finding]:
     """A run with two speeds, each for a long time: something outside the training changed. The median hides it. Times are
-    smoothed, and those of a token where the tokens of an update differ, for longer texts are no slower machine."""
+    smoothed, and per token if updates differ in tokens, because longer texts do not mean a slower machine."""
     by_token, steady = _uneven_tokens(observed), observed.steady
     times = [(s.step_s or 0.0) / (s.tokens or 1.0 if by_token else 1.0) for s in steady]
     if len(times) < 4 * REGIME_LINES:

@@ -146,7 +146,7 @@ def on_grid(
 def grid_of(packing: Packing) -> Grid:
     starts_S, ends_S = packing.bounds_S[:-1], packing.bounds_S[1:]
     T, device = len(packing.positions_T), packing.bounds_S.device
-    # Places behind the end of a sequence read what comes next in the row: no query of the sequence looks so
+    # Places beyond the end of a sequence read what comes next in the row: no query of the sequence looks so
     # far ahead.
     index_SL = (starts_S[:, None] + torch.arange(packing.longest, device=device)).clamp(max=T - 1)
     sequence_T = torch.searchsorted(ends_S, torch.arange(T, device=device, dtype=ends_S.dtype), right=True)
