@@ -98,7 +98,7 @@ def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened:
         )
 
     def derived(line: dict[str, Any]) -> dict[str, Any]:
-        """Pieces of sequences take fewer FLOPs a token."""
+        """Pieces of sequences take fewer FLOPs per token."""
         if line["step"] > train.length_ramp_steps:
             return {}
         piece, whole = (attention_flops(recipe.model, length) for length in (seq_len // PIECES, seq_len))

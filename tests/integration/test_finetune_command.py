@@ -278,7 +278,7 @@ def test_model_and_data_come_from_the_hub(warm: Warm, hub, tmp_path):
     command = ("finetune", "org/nothing", "org/chats", "--run", tmp_path / "other")
     missing = warm.start(*command, environment=hub).wait()
     assert missing.code != 0
-    assert "org/nothing: the Hugging Face Hub does not give this model" in missing.err.splitlines()[-1]
+    assert "org/nothing: the Hugging Face Hub does not serve this model" in missing.err.splitlines()[-1]
 
 
 def test_wikitext_comes_from_the_hub_with_its_own_splits_and_whole_texts(warm: Warm, hub, tmp_path):

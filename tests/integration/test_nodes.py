@@ -176,7 +176,7 @@ def test_a_lost_node_ends_the_step_and_the_job_resumes_without_it(nano: Nano, tm
     assert done.code == 0, done.err
     assert second.wait().code == -signal.SIGKILL
     assert json.loads(done.out)["why"] == "finished"
-    assert "starting again from the last checkpoint with the nodes that are left" in done.err
+    assert "starting again from the last checkpoint with the nodes that remain" in done.err
     (changed,) = events(run, "resized")
     assert (changed["world_size_before"], changed["world_size"]) == (2, 1)
     assert changed["step"] in (5, 10)

@@ -189,7 +189,7 @@ def test_new_weights_in_the_middle_and_every_sample_names_its_own(lab):
         assert list(engine.run([])) == []
         with pytest.raises(ConfigError, match="weights 0 are not there"):
             next(engine.run(asked, version=0))
-        with pytest.raises(ConfigError, match="a prompt has 9 tokens; the engine was made for 8"):
+        with pytest.raises(ConfigError, match="a prompt has 9 tokens, but the engine was made for 8"):
             list(engine.run([Request(prompt=(5,) * 9, sampling=Sampling())]))
     assert expected[0] != expected[1]
     assert all(len(own) == 1 for tag, own in versions.items() if tag), "one request, two versions"

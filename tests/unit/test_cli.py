@@ -558,7 +558,7 @@ def test_a_checkpoint_of_a_finished_model_cannot_be_chosen(made, capsys):
     """It was ignored: whoever asked for the best of an RL run got the last."""
     for command in ("generate", "evaluate", "export"):
         given = [command, str(made / "model"), *["out"] * (command == "export"), "--checkpoint", "best"]
-        refused(capsys, given, 4, "--checkpoint best is for runs of pre-training", "leave it out")
+        refused(capsys, given, 4, "--checkpoint best is for pre-training runs", "leave it out")
 
 
 def test_evaluating_on_tokens_of_another_tokenizer(made, capsys):
@@ -569,9 +569,7 @@ def test_evaluating_on_tokens_of_another_tokenizer(made, capsys):
 def test_exporting_over_another_folder(made, capsys, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
-    refused(
-        capsys, ["export", str(made / "model"), "full"], 5, "a model needs a new folder, full already exists"
-    )
+    refused(capsys, ["export", str(made / "model"), "full"], 5, "a model needs a new folder, but full exists")
     assert (tmp_path / "full" / "file").read_text() == "mine"
 
 

@@ -115,7 +115,7 @@ def test_workers_have_their_samples_a_second_and_their_deaths(tmp_path: Path) ->
     assert found["worker-1"][1:] == ("ended", "200 samples, 4 samples/s", "", "")
     assert found["worker-2"].work == "200 samples, 4 samples/s"
     assert (found["worker-2"].note, found["worker-2"].kind) == ("died once", "bad")
-    assert found["worker-3"].note == "is slow: the middle worker delivers 4 samples/s"
+    assert found["worker-3"].note == "is slow: the median worker delivers 4 samples/s"
 
 
 def test_workers_that_are_there_have_the_samples_a_second_of_the_last_minute_told(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_vocabularies_are_compared(folder: Path) -> None:
         (lambda m: m["inputs"].update(sources=7), "is damaged"),
         (lambda m: m["valid"][0].update(tokens="many"), "is damaged"),
         (lambda m: m.update(dtype="float32"), "is damaged"),
-        (lambda m: m.update(format=99), "has format 99 and this version reads 1"),
+        (lambda m: m.update(format=99), "has format 99, but this version reads 1"),
     ],
 )
 def test_the_manifest_is_strict(folder: Path, change: object, message: str) -> None:

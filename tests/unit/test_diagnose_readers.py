@@ -295,7 +295,7 @@ def test_of_several_runs_in_a_log_the_longest_is_read_with_its_own_settings(tmp_
     """The second starts lower than the first ends: mixed together, no stall would be seen in either."""
     text = nanogpt(range(1000, 1600), slow_every=25) + nanogpt(range(100), tokens=99) + nanogpt(range(50))
     observed = read(text_file(tmp_path, text))
-    assert "3 runs in this log; the longest, steps 1,000 to 1,599, is read" in observed.notes
+    assert "3 runs in this log; reading the longest, steps 1,000 to 1,599" in observed.notes
     assert observed.median("tokens") == 16_384
     assert found(observed)["stall"].title.startswith("Every 25 updates")
     same = read(text_file(tmp_path, nanogpt(range(100), tokens=99) + nanogpt(range(100), slow_every=20)))
@@ -330,9 +330,7 @@ def test_steps_that_start_again_with_each_epoch_are_counted_on(
     rows = [{epoch: e, "step": step, "loss": 2.5, "step_s": 0.25} for e in range(10) for step in steps]
     observed = jsonl(tmp_path, rows)
     assert [s.step for s in observed.steps] == [first + apart * at for at in range(500)]
-    assert observed.notes == (
-        f"the step starts again with each epoch: counted on to {first + apart * 499:,}",
-    )
+    assert observed.notes == (f"the step restarts with each epoch: counted on to {first + apart * 499:,}",)
 
 
 def test_lines_of_a_table_that_come_late_or_twice_or_of_two_processes_are_of_one_run(tmp_path: Path) -> None:
@@ -550,7 +548,7 @@ def test_columns_may_have_a_unit(tmp_path: Path) -> None:
     assert first.tokens == pytest.approx(31_000 * 0.12)
     gib = read(path, columns={**columns, "memory_bytes": "mem:GiB"}).steps[0].memory_bytes
     assert gib == pytest.approx(40 * 2**30)
-    with pytest.raises(ConfigError, match="knows no unit 'kg'"):
+    with pytest.raises(ConfigError, match="has no unit 'kg'"):
         read(path, columns={"step": "i", "step_s": "dt:kg"})
     with pytest.raises(DataError, match="is -1, and step_s cannot be negative"):
         read(text_file(tmp_path, "step,t\n3,-1\n4,-1\n", "bad.csv"), columns={"step_s": "t"})
@@ -707,7 +705,7 @@ def test_a_log_cut_anywhere_is_read_or_refused(name: str, tmp_path: Path) -> Non
 def test_nonsense_gets_one_line(name: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(RedlineError, match=name):
         read(text_file(tmp_path, text, name))
-    with pytest.raises(DataError, match="is not there"):
+    with pytest.raises(DataError, match="does not exist"):
         read(tmp_path / "missing")
 
 

@@ -398,8 +398,8 @@ def test_generation_ends_where_the_context_does(model):
         ((1, 10**6), 4, "below the vocabulary of 37, got 1 to 1000000"),
         ((1, 2**70), 4, f"below the vocabulary of 37, got 1 to {2**70}"),
         ((1,) * 60, 4, "has 60 tokens, and the model's context holds 60"),
-        ((1,) * 41, 4, "has 41 tokens; the engine was made for 40"),
-        ((1,), 41, "wants 41 new tokens; the engine was made for 40"),
+        ((1,) * 41, 4, "has 41 tokens, but the engine was made for 40"),
+        ((1,), 41, "wants 41 new tokens, but the engine was made for 40"),
     ],
 )
 def test_requests_that_do_not_fit_are_refused(model, prompt, new_tokens, message):

@@ -280,7 +280,7 @@ class TestExporter:
         exporter.close()
         assert sink.steps == list(range(1, 11))
         (warned,) = said
-        assert warned.startswith("Fake is slower than the run: 10 lines wait, and lines are left out now")
+        assert warned.startswith("Fake is slower than the run: 10 lines are waiting, so some are left out")
 
     def test_close_gives_up_after_its_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(export, "CLOSE_LIMIT_S", 0.2)

@@ -50,7 +50,7 @@ def test_slower_is_what_lies_below_the_recorded_interval(
     assert bool(found) == bad
     if bad:
         assert found == [
-            "r bf16, 128 tokens an update, loop: 955/s, at most 965; recorded 1,000, at least 990"
+            "r bf16, 128 tokens per update, loop: 955/s, at most 965; recorded 1,000, at least 990"
         ]
 
 

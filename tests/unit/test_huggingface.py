@@ -349,7 +349,7 @@ def test_the_architecture_follows_the_switches():
 
 
 def test_a_folder_is_never_replaced_and_never_half_there(folder, tmp_path, monkeypatch):
-    with pytest.raises(StorageError, match="already exists"):
+    with pytest.raises(StorageError, match="needs a new folder, but"):
         write_folder(folder, LLAMA, random_weights(LLAMA), None, torch.float32)
     assert read_folder(folder).config == LLAMA
 

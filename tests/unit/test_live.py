@@ -73,7 +73,7 @@ class TestPlain:
             "nano · cpu",
             f"MFU: {NOTE}",
             "step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  mem 1.2 GiB  wait 0.3 %  left 2 m 10 s",
-            "checkpoint of update 120, 9 ms of training lost",
+            "checkpoint of update 120, training stalled for 9 ms",
         ]
 
     @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_a_loss_is_what_it_was_at_the_step(tmp_path: Path) -> None:
             loss.data.fill_(value)
             watched.step(loss=loss)
         loss.data.fill_(99)
-        with pytest.raises(ConfigError, match=r"one number an update, got a tensor of shape \(3,\)"):
+        with pytest.raises(ConfigError, match=r"one number per update, got a tensor of shape \(3,\)"):
             watched.step(loss=torch.zeros(3))
     assert [line["loss"] for line in lines_of(tmp_path / "run")[:3]] == [1.5, None, 0.5]
 
@@ -144,7 +144,7 @@ def test_numbers_of_numpy_are_numbers_and_texts_are_not(tmp_path: Path) -> None:
     with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
         watched.step(loss=np.float32(1.5), tokens=np.int64(10), padding_share=np.float16(0.25))
         for wrong in ("x", "3", [1.0], np.zeros(3)):
-            with pytest.raises(ConfigError, match="loss must be one number an update, got"):
+            with pytest.raises(ConfigError, match="loss must be one number per update, got"):
                 watched.step(loss=wrong)  # type: ignore[arg-type]
         watched.step(loss=torch.ones(1, 1))
     lines = lines_of(tmp_path / "run")
@@ -220,7 +220,7 @@ def test_a_loop_logs_whatever_it_likes(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="names that Redline does not measure"):
                 watched.log({name: 1.0})
         watched.log({"reward": "much"})
-        with pytest.raises(ConfigError, match="reward must be one number an update, got 'much'"):
+        with pytest.raises(ConfigError, match="reward must be one number per update, got 'much'"):
             watched.step()
     first, second = lines_of(tmp_path / "run")
     assert {name: first[name] for name in ("reward", "loss", "kl", "lr")} == {

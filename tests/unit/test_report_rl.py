@@ -123,7 +123,7 @@ def test_other_runs_have_none_of_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a is a run of pretrain: .* needs two runs of `redline rl run`"):
         Compared(run, run)
     (tmp_path / "a" / "recipe.toml").write_text("")
-    with pytest.raises(DataError, match=r"a/recipe\.toml is empty, so what the run is cannot be told"):
+    with pytest.raises(DataError, match=r"a/recipe\.toml is empty, so nothing tells what the run is"):
         read_run(tmp_path / "a")
 
 

@@ -186,7 +186,7 @@ def test_a_damaged_mark_is_one_line(place, run, damage):
 def test_a_training_on_other_samples_is_not_passed_off_as_this_one(place, run):
     done = json.loads((run / "train-samples" / "done.json").read_text())
     (run / "train-samples" / "done.json").write_text(json.dumps(done | {"fingerprint": "other"}))
-    with session_in(place, run) as session, pytest.raises(ConfigError, match="other examples"):
+    with session_in(place, run) as session, pytest.raises(ConfigError, match="examples have changed"):
         train(session, "samples")
 
 

@@ -59,7 +59,7 @@ def test_what_is_wrong_with_a_domain_is_said_once(changed: dict[str, float], sai
 
 def test_engines_that_differ_and_scorers_that_hold_the_gpu_up_are_named() -> None:
     (line,) = advice(replace(REPORT, gap=Gap(0.2, 1.0, 100, [])), RL)
-    assert "differ by 0.200 nats a token: keep rl.importance_cap" in line
+    assert "differ by 0.200 nats per token: keep rl.importance_cap" in line
     (line,) = advice(replace(REPORT, scoring_s=3.0), RL)
     assert "Scoring a step takes 3.0 s and generating it 2.0 s" in line
 

@@ -1,4 +1,4 @@
-"""`redline bench attention`: kernel attention beside flash attention, from short sequences to long ones: time and memory
+"""`redline bench attention`: kernel attention against flash attention, from short sequences to long ones: time and memory
 of a layer's forward and backward, time of a decode step, memory of a sequence, and the length from which it wins.
 
     path = bench_attention("full", facts, Path("benchmarks"))       # attention_<hardware>_<date>.{json,md}
@@ -40,14 +40,14 @@ SHOWN = LABELS | {"softmax": "softmax attention in the engine"}
 class Work:
     lengths: tuple[int, ...]
     tokens: int
-    """In each training pass; at least one sequence."""
+    """Tokens in each training pass; at least one sequence."""
     heads: int
     head_size: int
     features: int
     sequences: int
-    """That take a decode step together."""
+    """Sequences that take a decode step together."""
     runs: int
-    """Timed; the median counts."""
+    """Timed runs; the median counts."""
 
 
 WORK = {
@@ -79,7 +79,7 @@ def bench_attention(
 
 
 def crossing_lengths(rows: Sequence[BenchRow]) -> dict[str, float | None]:
-    """Of each comparison the length from which kernel attention is faster."""
+    """For each comparison, the length from which kernel attention is faster."""
     times = _times(rows)
     return {
         f"{what} against {arm}": crossing(times[what, arm], times[what, "favor"])
@@ -128,7 +128,7 @@ def page(
         lines += ["", f"## {title}", "", *grid(["tokens", *(SHOWN[arm] for arm in arms)], body)]
     lines += ["", "## From which length kernel attention is faster", ""]
     for name, length in crossings.items():
-        lines.append(f"- {name}: {'not up to there' if length is None else f'{length:,.0f} tokens'}")
+        lines.append(f"- {name}: {'at no measured length' if length is None else f'{length:,.0f} tokens'}")
     return [*lines, *(f"\nAn arm failed: {row['failed']}" for row in rows if "failed" in row)]
 
 

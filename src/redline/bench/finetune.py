@@ -1,4 +1,4 @@
-"""`redline bench finetune`: LoRA fine-tuning beside Hugging Face's Trainer with PEFT.
+"""`redline bench finetune`: LoRA fine-tuning against Hugging Face's Trainer with PEFT.
 
     path = bench_finetune("full", facts, Path("benchmarks"), ...)          # finetune_<hardware>_<date>.{json,md}
 
@@ -54,7 +54,7 @@ class FinetuningWork:
     lora: LoraConfig
     lr: float
     updates: dict[str, int]
-    """Of each arm; fewer for the slow ones."""
+    """Updates of each arm; fewer for the slow ones."""
 
     @property
     def recipe(self) -> Recipe:

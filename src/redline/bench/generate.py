@@ -1,4 +1,4 @@
-"""`redline bench generate`: our engine beside `transformers` on the same model and the same work, in one run.
+"""`redline bench generate`: our engine against `transformers` on the same model and the same work, in one run.
 
     path = bench_generate("full", facts, Path("benchmarks"), ceilings=ceilings, ...)  # generate_<hardware>_<date>.{json,md}
 
@@ -24,7 +24,7 @@ from redline.plan.roofline import generation_floor_s
 from redline.record.units import format_duration
 
 TEMPERATURE = 0.8
-"""Of all sampled rows; no top-k or top-p."""
+"""Temperature of all sampled rows; no top-k or top-p."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class GenerationWork:
     continuous: tuple[int, int]
     """Prompts and samples for its continuous batching."""
     samples: int
-    """Of a prompt, for our engine."""
+    """Samples per prompt, for our engine."""
     sequences: tuple[int, ...]
     """Sequences generated together by our engine."""
     mixed_slots: int
@@ -138,10 +138,10 @@ def _findings(rows: Sequence[BenchRow], _work: GenerationWork) -> list[str]:
         times = best["redline"] / best["generate"]
         found.append(f"Best of redline: {times:.1f} times the tokens/s of the best of transformers.")
     return found + [
-        f"Mixed lengths, {MIXED_WAVES} sequences a slot: slot occupancy {row['occupancy']:.1%} (decoded"
+        f"Mixed lengths, {MIXED_WAVES} sequences per slot: slot occupancy {row['occupancy']:.1%} (decoded"
         f" tokens over {row['slots']:,} slots x {row['decode_steps']:,} steps;"
         f" {row['most_occupancy']:.1%} is the most that this order of lengths allows);"
-        f" {row['row_occupancy']:.1%} of the rows computed were of use."
+        f" {row['row_occupancy']:.1%} of the rows computed were useful."
         for row in rows
         if "occupancy" in row
     ]

@@ -108,7 +108,7 @@ def _continuous(theirs: Any, work: GenerationWork) -> BenchRow:
             inputs=inputs,
             generation_config=_sampled(work.new_tokens, 1),
             continuous_batching_config=config,
-            persistent_manager=True,  # else every call allocates its cache and captures its graphs again
+            persistent_manager=True,  # otherwise every call allocates its cache and captures its graphs again
             max_new_tokens=new_tokens,
         )
         lengths = {len(output.generated_tokens) for output in found.values()}

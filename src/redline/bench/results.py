@@ -105,7 +105,7 @@ def brief(columns: Sequence[Column], row: BenchRow) -> str:
 
 
 def _cells(columns: Sequence[Column], row: BenchRow) -> list[str]:
-    """What the row does not have is a dash; a failed one says why where its speed would be."""
+    """The cells of a row: a dash for a missing value; a failed row says why where its speed would be."""
     shown = [
         DASH if None in (values := [row.get(key) for key in keys] or [row]) else str(form(*values))
         for _, form, *keys in columns
@@ -143,14 +143,14 @@ class Bench:
     arm: str
     """The function of `{arm}` in its process."""
     columns: Sequence[Column]
-    """Of the table; the first names a row."""
+    """Columns of the table; the first names a row."""
     reference: Reference
     about: Callable[[Any], Sequence[str]]
     """What the work is and how it is counted."""
     findings: Callable[[Sequence[BenchRow], Any], Sequence[str]]
-    """What the rows say besides the table."""
+    """Findings from the rows besides the table."""
     summary: Callable[[BenchRow, Sequence[BenchRow], Any, Any], BenchRow] = lambda *_: {}
-    """What follows from a row besides its speed, given all rows, the work and the machine's ceilings."""
+    """Figures that follow from a row besides its speed, given all rows, the work and the machine's ceilings."""
 
     def page(self, facts: MachineFacts, name: str, rows: Sequence[BenchRow]) -> list[str]:
         found = self.findings(rows, self.works[name])
@@ -192,9 +192,9 @@ def run_arms(
 # ---- the gate ----
 
 THEIRS = ("plain", "hf", "hf-seeds", "hf-best", "generate", "continuous", "trl", "trl_continuous")
-"""Arms that are not our code: a slower alternative is no failure."""
+"""Arms that are not our code: a slower alternative is not a failure."""
 NAMING = ("row", "prompts", "samples", "sequences", "rows")
-"""What tells the rows of one benchmark apart."""
+"""Fields that tell the rows of one benchmark apart."""
 
 
 def recorded(path: Path, facts: MachineFacts) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _speeds(results: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
     for entry in results.get("results", ()):
         recipe, plan = entry["recipe"], entry["plan"]
         tokens = recipe["train"]["batch_size"] * recipe["data"]["seq_len"]
-        work = f"{recipe['name']} {plan['precision']['value']}, {tokens:,} tokens an update,"
+        work = f"{recipe['name']} {plan['precision']['value']}, {tokens:,} tokens per update,"
         for arm, row in entry["arms"].items():
             named = row.get("speeds") or {arm: row}
             rows += [(f"{work} {name}", {"row": name, **speed}) for name, speed in named.items()]

@@ -1,4 +1,4 @@
-"""`redline bench rl`: whole GRPO steps beside TRL's GRPOTrainer on the same weights, prompts, group size, lengths and
+"""`redline bench rl`: whole GRPO steps against TRL's GRPOTrainer on the same weights, prompts, group size, lengths and
 rewards; and how well the update of a larger model uses the GPU (`actor`).
 
     path = bench_rl("full", facts, Path("benchmarks"))       # rl_<hardware>_<date>.{json,md}
@@ -64,7 +64,7 @@ PHASES = {
     "backward_s": "backward",
     "optimizer_s": "optimiser",
 }
-"""Of a step, as its line has them."""
+"""Parts of a step, as its line has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +74,11 @@ class RlWork:
     new_tokens: int
     group_size: int
     questions: tuple[int, ...]
-    """Of a step."""
+    """Questions per step."""
     pass_rows: int
     """Answers in one pass of TRL's update."""
     steps: int
-    """Timed, after one that warms up."""
+    """Timed steps, after one that warms up."""
     actor: ModelConfig
     actor_rows: int
     actor_tokens: int
@@ -112,7 +112,7 @@ def _about(work: RlWork) -> list[str]:
 
 
 def _findings(rows: Sequence[BenchRow], work: RlWork) -> list[str]:
-    """What the time of a step goes to, and what the update alone is."""
+    """Where the time of a step goes, and the speed of the update alone."""
     parts = [
         f"- A step of {LABELS[row['row']]} with {row['rows']:,} answers: "
         + ", ".join(f"{name} {format_duration(part)}" for name, part in row["phases_s"].items())
@@ -180,7 +180,7 @@ def trl(setting: dict[str, str]) -> Iterator[BenchRow]:
 
 
 def trl_continuous(setting: dict[str, str]) -> Iterator[BenchRow]:
-    """The smallest rollout, timed once: 20 s a step on an H200."""
+    """The smallest rollout, timed once: 20 s per step on an H200."""
     work = replace(WORKS[setting["name"]], steps=1)
     yield _trl(work, work.questions[0], continuous=True)
 
@@ -245,7 +245,7 @@ def _recipe(
     init_from: str | None = None,
     compiled: Compile | None = None,
 ) -> Recipe:
-    # one more than are run: the last step of a training ends with a validation
+    # one more than are run: the last step of a run ends with a validation
     given = {"batch_size": questions, "steps": 2 + work.steps, "eval_every": 0, "checkpoint_every": 0}
     return Recipe(
         name="bench",
@@ -300,7 +300,7 @@ def _ours(work: RlWork, questions: int, opened: Opened, compiled: Compile) -> Be
 
 
 def _steps(trainer: Trainer, work: RlWork) -> tuple[dict[str, Any], list[float]]:
-    """What the last step said, and the seconds of all."""
+    """The line of the last step, and the seconds of all."""
 
     def step() -> None:
         trainer.turn()

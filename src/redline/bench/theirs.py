@@ -40,7 +40,7 @@ def model_of(
     hf = need("transformers", extra="hf")
     about = {key: value for key, value in config_json(config).items() if key != "architectures"}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    with device:  # or it would draw all its weights on the CPU, for seconds
+    with device:  # otherwise it would spend seconds drawing its weights on the CPU
         model = hf.AutoModelForCausalLM.from_config(
             hf.AutoConfig.for_model(**about, **ids), attn_implementation="sdpa", dtype=dtype
         )
@@ -52,7 +52,7 @@ def model_of(
 
 
 def batching_options() -> dict[str, int]:
-    """Of its continuous batching, whose default cache takes most of a CPU's memory."""
+    """Settings of its continuous batching, whose default cache takes most of a CPU's memory."""
     return {} if torch.cuda.is_available() else {"num_blocks": 64, "max_batch_tokens": 64}
 
 

@@ -103,7 +103,7 @@ def _work(arm: str, recipe: Recipe, plan: Plan, setting: dict[str, Any]) -> str:
     rate = plan.prediction.attainable_tokens_per_s
     least = f", at least {format_duration(updates * recipe.tokens_per_step / rate)}" if rate else ""
     beside = ", half of them bare steps" if timed > 1 else ""
-    return f"{updates:,} updates of {recipe.tokens_per_step:,} tokens{beside}{least}, and its start"
+    return f"{updates:,} updates of {recipe.tokens_per_step:,} tokens{beside}{least}, plus start-up"
 
 
 def _run_fitting(arm: str, setting: dict[str, Any], plan: Plan) -> BenchRow:
@@ -136,7 +136,7 @@ def page(hardware: Hardware, facts: MachineFacts, results: Sequence[BenchRow]) -
             f"## {recipe['name']}, {precision}",
             "",
             f"{plan['prediction']['parameters']:,} parameters, T = {recipe['data']['seq_len']},"
-            f" {recipe['train']['batch_size']} sequences an update in passes of {micro}; attention {attention}, cross"
+            f" {recipe['train']['batch_size']} sequences per update in passes of {micro}; attention {attention}, cross"
             f" entropy {cross_entropy}, compile {compiled}; work {plan['work']}.",
             "",
             *table(COLUMNS, _rows(entry["arms"], plan, hardware), lambda other, _: other["row"] == "bare"),

@@ -1,5 +1,5 @@
 """Measure what each optimisation is worth: added one at a time to a naive baseline, then left out of the best set
-one at a time; what was claimed stands beside what was measured.
+one at a time; the table shows what was claimed and what was measured.
 
 redline ablate gpt2-124m                         the catalogue's pre-training list, on your recipe and machine
 redline ablate seeds/003                         the changes of a public tuning guide (docs/claims.md: 000 to 004),

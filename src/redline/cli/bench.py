@@ -1,13 +1,13 @@
 """Compare Redline with its alternatives, in one run on the same work.
 
-redline bench train                    the training loop beside the bare step, plain PyTorch and Hugging Face's
+redline bench train                    the training loop against the bare step, plain PyTorch and Hugging Face's
                                        Trainer; needs a GPU
 redline bench train --recipe nano      one recipe, also on a CPU
-redline bench generate                 the generation engine beside `transformers`; needs a GPU, or --quick
-redline bench finetune                 LoRA fine-tuning beside Hugging Face's Trainer with PEFT; needs a GPU, or
+redline bench generate                 the generation engine against `transformers`; needs a GPU, or --quick
+redline bench finetune                 LoRA fine-tuning against Hugging Face's Trainer with PEFT; needs a GPU, or
                                        --quick
-redline bench rl                       GRPO beside TRL's GRPOTrainer; needs a GPU, or --quick
-redline bench attention                kernel attention beside flash attention; needs a GPU, or --quick
+redline bench rl                       GRPO against TRL's GRPOTrainer; needs a GPU, or --quick
+redline bench attention                kernel attention against flash attention; needs a GPU, or --quick
 redline bench train --arm loop --against benchmarks/train_nvidia-h200_20261115.json     exits with 1 if it became slower
 """
 
@@ -55,7 +55,7 @@ ARGUMENTS = {
 --set TABLE.KEY=VALUE...   override a value of every recipe
 --data SOURCE              what to train on (default tinyshakespeare)
 --blocks N                 timed blocks of each arm (default 6)
---steps-per-block N        updates in a block (default 5)
+--steps-per-block N        updates per block (default 5)
 --arm ARM...               loop (always interleaved with the bare step), plain or hf (default: all)
 {AGAINST}
 {OUT}""",
@@ -89,7 +89,7 @@ def _train(options: argparse.Namespace) -> Path:
     cases = [(load_recipe(name, [*data, *sets, *options.set]), arms) for name, sets, arms in chosen]
     facts = read_facts()
     if not facts.gpus and not options.recipe:
-        raise MachineError("the full benchmark needs a GPU, and this machine has none: use --recipe nano")
+        raise MachineError("the full benchmark needs a GPU, but this machine has none: use --recipe nano")
     from redline.bench.train import bench_train
 
     hardware = hardware_here(facts, ceilings_of(facts))
@@ -101,7 +101,7 @@ def _measure(options: argparse.Namespace) -> Path:
     """Run a benchmark whose work is fixed: the room's module of that name measures it."""
     facts = read_facts()
     if not facts.gpus and not options.quick:
-        raise MachineError("the full benchmark needs a GPU, and this machine has none: use --quick")
+        raise MachineError("the full benchmark needs a GPU, but this machine has none: use --quick")
     name, more = "quick" if options.quick else "full", {}
     if options.verb == "generate":
         more["ceilings"] = ceilings_of(facts)

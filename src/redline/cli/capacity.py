@@ -33,11 +33,11 @@ def print_capacity(rows: list[Capacity], recipe: Recipe, hardware: Hardware, *, 
             *([f"{hours * price:,.2f}"] if price else []),
         ))  # fmt: skip
     columns: tuple[str, ...] = ("GPUs", "layout", "memory", "compute", "comm.", "step", "hidden: all to none")
-    title = "\nOn many GPUs (arithmetic, not measured): what an update takes"
+    title = "\nAn update on many GPUs (arithmetic, not measured)"
     show(columns, taken, title=title, right=(0, *range(2, len(columns))))
     columns = ("GPUs", "tokens/s/GPU", "tokens/s", "efficiency", f"{steps:,} steps", "GPU-hours")
     columns += ("cost",) if price else ()
-    show(columns, given, title="\nWhat it gives", right=range(len(columns)))
+    show(columns, given, title="\nThroughput and cost", right=range(len(columns)))
     console.print(where_it_stops(recipe, rows))
     assert hardware.link_bytes_per_s is not None
     assert hardware.network_bytes_per_s is not None

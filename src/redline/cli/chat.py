@@ -43,7 +43,7 @@ class Conversation:
         self.loaded, self.tokenizer, self.most_tokens = opened.loaded, opened.tokenizer, most_tokens
         self.chats = self.loaded.chat_template is not None
         if system is not None and not self.chats:
-            raise ConfigError("--system needs a model with a chat template, and this one has none: omit it")
+            raise ConfigError("--system needs a model with a chat template, but this one has none: omit it")
         self.system = [{"role": "system", "content": system}] if system is not None else []
         self.reset()
 

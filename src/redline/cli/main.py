@@ -51,10 +51,10 @@ GROUPS = {
     "Prove it": {
         "verify": "prove that everything a plan says is in effect",
         "optimizations": "every optimisation: who claims what, and which apply",
-        "ablate": "measure each optimisation on a recipe, claimed beside measured",
+        "ablate": "measure each optimisation on a recipe, claimed against measured",
         "okadfa": "kernel attention and feedback alignment, part by part",
         "race": "time, tokens and joules of recipes to each validation loss",
-        "bench": "measure speeds beside PyTorch, Transformers and PEFT",
+        "bench": "compare speeds with PyTorch, Transformers and PEFT",
     },
 }
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("redline: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # the reader (head, less) has gone; what is left must not be written when Python ends
+        # the reader (head, less) has gone; Python must not write what is left when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a path that the user gave; nothing more is known about it

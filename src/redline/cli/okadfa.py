@@ -1,6 +1,6 @@
 """Kernel attention, orthogonality and direct feedback alignment against what they replace (docs/okadfa.md).
 
-redline okadfa ablate okadfa/nano                           three seeds and three learning rates an arm
+redline okadfa ablate okadfa/nano                           three seeds and three learning rates per arm
 redline okadfa ablate okadfa/fast --seeds 1 --lrs 1e-4,3e-4,1e-3 --set train.steps=600 --set data.source=data/wiki
 
 If it is killed, run the same command again: finished runs are kept. `redline report FOLDER/A5/*/` draws them.
@@ -51,6 +51,6 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json([asdict(row) for row in rows])
         return
-    title = f"{name} on {hardware}: {options.seeds} seed(s), {len(lrs)} learning rate(s) an arm"
+    title = f"{name} on {hardware}: {options.seeds} seed(s), {len(lrs)} learning rate(s) per arm"
     show(COLUMNS, [cells(row) for row in rows], title=title, right=range(2, len(COLUMNS)))
     print(f"written to {folder / RESULT}")

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     except ConfigError as error:
         if options.save or named == 1 or all(row.problem for row in rows):
             raise
-        # Not on so many: the answer is on how many it runs.
+        # It does not fit on so many: show on how many it runs.
         problem = found | {"problem": str(error)}
         answer(options, problem, lambda: print_capacity(rows, recipe, hardware, price=price))
         return

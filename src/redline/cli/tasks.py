@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
         _list(options)
         return
     if options.seed is not None and options.data is not None:
-        raise ConfigError("--seed draws generated questions, and files keep their order: leave out one")
+        raise ConfigError("--seed draws generated questions, but files keep their order: leave out one")
     task = load_task(options.task, options.data)
     count = 10 if options.count is None and options.score is None else options.count
     questions = task.questions(options.split, count, options.seed or 0)

@@ -78,7 +78,7 @@ def _follow(folder: Path, place: Path, view: Observer) -> Path | None:
                 view.metrics(record | ({"loss": math.nan} if record.get("loss", 0.0) is None else {}))
         seen, told = len(found.metrics), len(found.events)
         notes.tell(watched.shown(found))
-        # Of a run on another machine we only see silence, and it may still be alive.
+        # A run on another machine only falls silent, and may still be alive.
         if not found.state.over and found.state.ending != "running":
             notes.once(f"{found.state.ending} (Ctrl-C to stop watching)")
         if found.state.ending == "killed":

@@ -2,7 +2,7 @@
 
 `workload` decides which tables count (TABLES): pre-training reads `model`, `data` and `train`; fine-tuning adds `lora` and
 `prompt`; rejection-sampling fine-tuning (RFT) adds `task`, `sample` and `test`; reinforcement learning (`rl`) reads `rl`,
-`prompt` and `test` beside the model and its training. `redline.config.load` reads a recipe from TOML,
+`prompt` and `test` besides the model and its training. `redline.config.load` reads a recipe from TOML,
 `redline.config.rules` checks it. The fingerprint is the hash of everything that defines the training. Not part of it: how
 often something is evaluated or saved (CADENCE), what is tested (`test`) and how it is executed (`plan`).
 Left out on purpose: what a plan derives and what a run measures.
@@ -78,7 +78,7 @@ class ModelConfig:
     """Updates between two draws of the features; 0: drawn once."""
     init_std: float = 0.02
     zero_init: bool = False
-    """What blocks add to the residual stream starts at 0: at first the model passes its embeddings on."""
+    """Start the blocks' contributions to the residual stream at 0: the model first passes its embeddings on."""
     init_from: str | None = None
     """The weights to start from: a run folder, a checkpoint, a Hugging Face or PEFT folder, a .gguf file, a shipped
     model (`demo`), or a name on the Hugging Face Hub (org/name, org/name@revision)."""

@@ -49,7 +49,7 @@ class SampleConfig:
 class TestConfig:
     """The questions answered greedily before and after training."""
 
-    __test__: ClassVar[bool] = False  # pytest: this is no test
+    __test__: ClassVar[bool] = False  # pytest: this is not a test
     split: str = "valid"
     rows: int = 100
     """The first rows of the split; 0: all."""

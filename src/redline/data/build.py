@@ -84,7 +84,7 @@ def build_part(
     progress: Progress | None = None,
     **how: Any,
 ) -> Manifest | None:
-    """Do one part of what `build` does with the same arguments, beside processes on this and other machines that share
+    """Do one part of what `build` does with the same arguments, along with processes on this and other machines that share
     the folder. The part that finishes last joins all of them and returns the manifest."""
     inputs, given = _inputs(source, **how)
     return _build_into(out, inputs, given, workers, progress, part, parts)

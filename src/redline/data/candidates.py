@@ -25,7 +25,7 @@ Words = NDArray[np.int32]
 
 
 def draw(targets: NDArray[np.int64], *, size: int, vocab_size: int, seed: int) -> Words:
-    assert targets.min() >= 0, "a target that is ignored is none"
+    assert targets.min() >= 0, "an ignored target is not a target"
     present = np.zeros(vocab_size, dtype=bool)
     present[targets] = True
     wanted, others = np.flatnonzero(present), np.flatnonzero(~present)

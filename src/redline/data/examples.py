@@ -130,5 +130,5 @@ def _message(role: Any, content: Any) -> Message:
         content = f"{content}"
     if not isinstance(content, str) or not content.strip():
         raise ValueError(f"content of {role} must be text, got {str(content)[:40]!r}")
-    content.encode()  # JSON can spell half a surrogate pair, which no tokenizer takes
+    content.encode()  # JSON can spell half a surrogate pair, which no tokenizer accepts
     return {"role": role, "content": content}

@@ -19,7 +19,7 @@ MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "chat_temp
 DATA_FILES = ("*.parquet", "*.jsonl", "*.json", "*.jsonl.gz")
 
 CORPUS = "hf://datasets/"
-"""How a corpus name on the Hub begins. A bare org/name would look like the folder data/corpus."""
+"""The prefix of a corpus name on the Hub. A bare org/name would look like the folder data/corpus."""
 CORPORA = {
     "wikitext-2": f"{CORPUS}Salesforce/wikitext/wikitext-2-raw-v1",
     "wikitext-103": f"{CORPUS}Salesforce/wikitext/wikitext-103-raw-v1",

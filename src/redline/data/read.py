@@ -125,7 +125,7 @@ def splits_of(files: Sequence[Path]) -> dict[Path, Split]:
 
 
 def files_under(folder: Path, suffixes: tuple[str, ...], what: str) -> list[Path]:
-    """Every file with one of these endings, sorted, but for hidden ones. An unreadable folder is an error."""
+    """Every file with one of these endings, sorted, except for hidden ones. An unreadable folder is an error."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename} cannot be read ({error.strerror}): change that, or move it away")

@@ -41,12 +41,12 @@ BLOCK_BYTES = 16 * 2**20
 FETCHES = 4
 """Shards that a process fetches at a time: one stream does not fill a fast link."""
 
-# the package that reads an address, the extra that brings it, and what it takes its credentials from
+# the package that reads an address, the extra that brings it, and where it takes its credentials from
 _STORES = {
     "s3": ("s3fs", "s3", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"),
     "gs": ("gcsfs", "gs", "GOOGLE_APPLICATION_CREDENTIALS"),
 }
-# what those packages raise beside OSError
+# what those packages raise besides OSError
 _RAISED = {
     "s3": ("botocore.exceptions.BotoCoreError", "aiohttp.ClientError", "http.client.HTTPException"),
     "gs": ("gcsfs.retry.HttpError", "google.auth.exceptions.GoogleAuthError", "aiohttp.ClientError"),
@@ -94,7 +94,7 @@ def upload(folder: Path, url: str) -> None:
     if there is not None:
         raise DataError(f"{url} holds another data folder: remove it, or choose another address")
     with _store(url) as (store, root):
-        if url.partition("://")[0] not in _STORES:  # there it would make a bucket
+        if url.partition("://")[0] not in _STORES:  # in a known store this would make a bucket
             store.makedirs(root, exist_ok=True)
         for path in (*sorted(folder.glob("*.bin")), folder / "tokenizer.json", folder / "manifest.json"):
             store.put_file(str(path), f"{root}/{path.name}")
@@ -127,7 +127,7 @@ class FetchedShards(Sequence[np.ndarray]):
             self._wanted |= {index}
             self._fetch_later(index)
             future = self._fetching[index]
-        with contextlib.suppress(CancelledError):  # an earlier `want` gave it up
+        with contextlib.suppress(CancelledError):  # an earlier `want` cancelled it
             future.result()
         lock = self._hold(index)
         with self._lock:

@@ -107,7 +107,7 @@ class Manifest:
             raise DataError(f"{folder} is not a data folder (no {path.name}): run `redline data build`")
         manifest = read_table(cls, path)
         if manifest.format != FORMAT:
-            wrong = f"{path} has format {manifest.format} and this version reads {FORMAT}"
+            wrong = f"{path} has format {manifest.format}, but this version reads {FORMAT}"
             raise DataError(f"{wrong}: remove {folder} and build it again")
         return manifest
 

@@ -80,7 +80,7 @@ def _windows(
     corpus, tokenizer = stream.corpus, stream.tokenizer
     while True:
         held, tokens = deque[Document](), np.empty(0, dtype=np.int64)
-        fresh, size = list[np.ndarray](), 0  # read and not yet joined; tokens of both
+        fresh, size = list[np.ndarray](), 0  # arrays read but not yet joined, and the tokens in them
         whole, found = not (file or document or token), False
         at = {"file": file, "document": document}
         for read in encoded(corpus, tokenizer, splits=("train",), workers=threads, **at):

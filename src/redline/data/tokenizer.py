@@ -49,7 +49,7 @@ class Tokenizer:
             raise DataError(f"{self._name} has no token that ends a document, one of {', '.join(_END_NAMES)}")
         try:
             settings = json.loads(self.text)
-        except ValueError as error:  # the Rust side reads past a number of 5,000 digits that it does not need
+        except ValueError as error:  # the Rust side skips a number of 5,000 digits that it does not need
             raise DataError(f"{self._name} cannot be read as a tokenizer.json: {error}") from error
         meaning = {key: value for key, value in settings.items() if key not in ("truncation", "padding")}
         facts = {
@@ -119,7 +119,7 @@ def _memory(text: str) -> Path | None:
 
 
 def _remembered(text: str) -> dict[str, Any] | None:
-    """What this text was found to be when it was parsed."""
+    """The facts found when this text was last parsed."""
     path = _memory(text)
     try:
         facts = read_json(path, dict, error=DataError) if path is not None else {}
@@ -145,7 +145,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         text = read_text(file)
         found = next((last for last in tuple(_LAST) if last.text == text), None) or Tokenizer(text, str(file))
         _LAST[:] = [found]
-        return found  # not what the list holds: another thread may have read another one
+        return found  # not from the list: another thread may have replaced its entry
     except DataError as error:
         raise DataError(f"{error}; give a tokenizer.json or a folder with one") from error
 

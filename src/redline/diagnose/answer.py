@@ -1,4 +1,4 @@
-"""What is said beside the findings, in the reader's words: what the run is, where the time of an update went, and whether its
+"""What to say beside the findings, in the reader's words: what the run is, where the time of an update went, and whether its
 speed was judged at all.
 
     verdict(observed, findings)    "found", "failed", "fast enough", or "not judged" with what it would need
@@ -31,9 +31,9 @@ class Verdict:
 
 
 def split(observed: Observed) -> dict[str, float]:
-    """Mean seconds of each part of an update, what is left of it as `idle`; empty where its parts were not measured. Means
-    add up to the update, as medians do not. Else a trainer's own parts of the step (verl's timing_s), those that stand
-    beside each other and not inside."""
+    """Mean seconds of each part of an update, and the rest as `idle`. Means add up to the update; medians do not. If the
+    parts were not measured, a trainer's own parts of the step (verl's timing_s) that do not contain each other, or
+    nothing."""
     step_s = observed.mean("step_s") or 0.0
     if observed.mean("forward_s") is None:
         parts = {name: value for name in BESIDE if (value := observed.part(name))}
@@ -77,7 +77,7 @@ def what_it_is(observed: Observed) -> list[tuple[str, str]]:
     tokens = observed.median("tokens") or facts.tokens
     if facts.batch_size or tokens:
         rows = f"{facts.batch_size:,.0f} sequences" if facts.batch_size else ""
-        held = f"{tokens:,.0f} tokens an update" if tokens else ""
+        held = f"{tokens:,.0f} tokens per update" if tokens else ""
         lines.append(("batch", ", ".join(filter(None, [rows, held]))))
     if observed.steps:
         more = observed.planned is not None and observed.planned > observed.updates
@@ -107,14 +107,14 @@ def too_little(observed: Observed) -> str | None:
 
 
 def missing(observed: Observed) -> tuple[str, ...]:
-    """What the speed would have to be held against, and is not known."""
+    """What is missing to judge the speed."""
     facts = observed.facts
     size = facts.parameters or facts.flops_per_token or facts.total_flops
     known = {
         "the GPU (--fact gpu=h100-80g)": facts.gpu,
         "how many (--fact gpus=8)": facts.gpus,
         "the model's size (--fact parameters=7B)": size,
-        "tokens an update (--fact tokens=500k)": observed.tokens_per_s or facts.total_flops,
+        "tokens per update (--fact tokens=500k)": observed.tokens_per_s or facts.total_flops,
     }
     return tuple(name for name, value in known.items() if not value)
 
@@ -129,7 +129,7 @@ def verdict(observed: Observed, findings: list[Finding]) -> Verdict:
         return Verdict("not judged", little, missing(observed) if observed.steps else ())
     named = [finding for finding in findings if worth(finding) > 0]
     if observed.format == "runs":
-        text = "A table of runs: none of them is judged by its updates."
+        text = "This is a table of runs: none of them is judged by its updates."
         return Verdict("found" if named else "not judged", text, ("the history of one run",))
     if observed.format == "run":
         return Verdict("found", "") if named else _of_our_run(observed)
@@ -143,11 +143,11 @@ def verdict(observed: Observed, findings: list[Finding]) -> Verdict:
     if named:
         return Verdict("found", "")
     if share and against:
-        text = f"An MFU of {format_share(share[0])} ({share[1]}), and nothing in the lines says where the rest goes."
+        text = f"An MFU of {format_share(share[0])} ({share[1]}), and nothing in the log says where the rest goes."
         return Verdict("not judged", text)
     needs = missing(observed)
     without = f" without {', '.join(needs)}" if needs else ""
-    text = f"Nothing in the lines holds it back, but its speed was not judged{without}."
+    text = f"The log shows nothing that holds it back, but its speed was not judged{without}."
     return Verdict("not judged", text, needs)
 
 

@@ -3,7 +3,7 @@
     share, wait_s = 0.31, 0.062
     return found("slow-loader", locals())
 
-A rule gives the numbers, its locals; the words stand in causes.toml. A gain is a factor on the speed of the whole step (or of the
+A rule gives the numbers, its locals; the words are in causes.toml. A gain is a factor on the speed of the whole step (or of the
 whole run, where its reason says so). A finding about a claim or a unit has none: correcting a number makes nothing
 faster, but what was believed because of it should not be. How sure a finding is comes from how often its cause was
 right.
@@ -22,7 +22,7 @@ from redline.record.units import format_amount, format_duration
 WORTH_SAYING = 0.05
 """Shares of the step below this are left alone: two runs of the same thing differ by as much."""
 UNNAMED = ("slow-updates", "low-mfu")
-"""Causes that say that time is lost and not to what: they stand behind all that do."""
+"""Causes that say that time is lost but not to what: they come after all that do."""
 PRIOR = 3.0
 """How many real logs the planted faults weigh as much as, in the precision of a cause."""
 UNCONFIRMED = 0.75
@@ -82,7 +82,7 @@ def causes() -> dict[str, dict[str, Any]]:
 
 @cache
 def _mended_by() -> dict[str, str]:
-    """Of each cause the entry of the catalogue that mends it."""
+    """For each cause, the entry of the catalogue that fixes it."""
     return {cause: name for name, entry in catalogue().items() for cause in entry.mends}
 
 
@@ -97,7 +97,7 @@ def precision(cause: str) -> float:
 
 
 class _Values(dict[str, Any]):
-    """What the words of a finding may name: seconds in milliseconds too, bytes in GiB too."""
+    """The values that the words of a finding may name: seconds also in milliseconds, bytes also in GiB."""
 
     def __missing__(self, name: str) -> Any:
         for end, ours, factor in (("_ms", "_s", 1e3), ("_gib", "_bytes", 2.0**-30)):
@@ -109,11 +109,11 @@ class _Values(dict[str, Any]):
 def found(
     cause: str, shown: Shown, variant: str = "", *, strength: float = 1.0, kind: Any = None
 ) -> list[Finding]:
-    """One finding as a list, as rules return them; none where the `share` of the time that it is about is less than the
-    cause's `least`. `shown` are the rule's locals, by which the words of the cause name what they show. Among them are
-    `observed`, and where there is something to gain `gain`, a pair of factors, or `saves`, a pair of shares of the step
-    that the fix takes away (the cause may give both: its `saves` are parts of `share`); `evidence` are rows that no
-    template makes. `strength` says how good the evidence is here, 1 at best."""
+    """One finding as a list, as rules return them; an empty list if the `share` of the time that it is about is below the
+    cause's `least`. `shown` holds the rule's locals, which fill in the words of the cause. Among them are `observed` and,
+    if there is something to gain, `gain`, a pair of factors, or `saves`, a pair of shares of the step that the fix removes
+    (the cause may give both: its `saves` are parts of `share`). `evidence` holds rows that no template makes. `strength`
+    says how good the evidence is here, 1 at best."""
     entry = causes()[cause] | (causes()[cause][variant] if variant else {})
     share, observed = shown.get("share"), shown["observed"]
     if "saves" in entry and share is not None and share < entry.get("least", WORTH_SAYING):
@@ -145,7 +145,7 @@ def _rows(templates: Iterable[str], values: _Values) -> Rows:
 
 
 def worth(finding: Finding) -> float:
-    """What orders findings: the time that the fix should save, times the confidence."""
+    """The order of findings: the time that the fix should save, times the confidence."""
     return (1 - 1 / finding.gain.middle) * finding.confidence if finding.gain else 0.0
 
 

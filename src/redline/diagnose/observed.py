@@ -21,7 +21,7 @@ from redline.record.slowest import Slowest
 
 PHASES = ("generate_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "communication_s")
 FEWEST_UPDATES = 6
-"""A share of the update is told from this many updates after the warm-up on: one or two may be anything."""
+"""A share of the update needs at least this many updates after the warm-up: one or two may be anything."""
 
 
 def warm_up(count: int) -> int:
@@ -39,9 +39,9 @@ class Step:
     """Tokens of one update, all GPUs together."""
     loss: float | None = None
     not_a_number: bool = False
-    """Whether the log shows a loss that is none (nan, inf, null)."""
+    """Whether the log shows a loss that is not a number (nan, inf, null)."""
     bad_norm: bool = False
-    """Whether it shows a gradient norm that is none: a loss scaler's skipped update, unless it stays so."""
+    """Whether it shows a gradient norm that is not a number: a loss scaler's skipped update, unless it stays so."""
     grad_norm: float | None = None
     mfu: float | None = None
     memory_bytes: float | None = None
@@ -81,7 +81,7 @@ MEASURED = {field.name for field in fields(Step)} - {"step", "not_a_number", "ba
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of the run beside its updates. `--fact NAME=VALUE` sets any of them."""
+    """What is known about the run besides its updates. `--fact NAME=VALUE` sets any of them."""
 
     model: str | None = None
     parameters: float | None = None
@@ -90,10 +90,10 @@ class Facts:
     num_layers: float | None = None
     hidden_size: float | None = None
     experts: float | None = None
-    """Of a mixture: a token passes few of them."""
+    """Experts of a mixture: a token passes few of them."""
     flops_per_token: float | None = None
     total_flops: float | None = None
-    """Of the whole run, as the trainer counts them."""
+    """FLOPs of the whole run, as the trainer counts them."""
     gpus: float | None = None
     gpu: str | None = None
     """A board of the datasheet table, e.g. `h100-80g`."""
@@ -102,9 +102,9 @@ class Facts:
     memory_used_bytes: float | None = None
     """The most in use on one device, where it is not in the lines."""
     batch_size: float | None = None
-    """Sequences an update, all GPUs together."""
+    """Sequences per update, all GPUs together."""
     tokens: float | None = None
-    """Tokens an update, all GPUs together."""
+    """Tokens per update, all GPUs together."""
     micro_batch: float | None = None
     model_parallel: float | None = None
     """GPUs that hold one copy of the model together."""
@@ -218,9 +218,9 @@ class Observed:
     recipe: Recipe | None = None
     plan: Plan | None = None
     late: Slowest | None = None
-    """Of several processes the one that the others wait for."""
+    """With several processes, the one that the others wait for."""
     events: tuple[dict[str, Any], ...] = ()
-    """Of our runs, their events.jsonl; of others, the validations and checkpoints that the log shows: `step`, and
+    """Our runs: their events.jsonl; other logs: the validations and checkpoints that the log shows: `step`, and
     `took_s` where it can be told."""
     lines_are_means: bool = False
     """Whether the time of a line is the mean over the updates since the line before, or that of one update."""
@@ -229,7 +229,7 @@ class Observed:
 
     @property
     def kind(self) -> str:
-        """What it is to the rules: a `run` of ours, a `page` of claims, or a `log`."""
+        """How the rules see it: a `run` of ours, a `page` of claims, or a `log`."""
         return {"run": "run", "document": "page"}.get(self.format, "log")
 
     @cached_property

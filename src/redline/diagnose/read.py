@@ -29,7 +29,7 @@ LOGS = ("trainer_state.json", "trainer_log.jsonl", "logging.jsonl", "metrics.csv
 def read(
     path: Path, *, columns: Mapping[str, str] | None = None, facts: Mapping[str, str] | None = None
 ) -> Observed:
-    """Read whatever lies at `path`. `columns` names columns of a log; `facts` fills in, or overrules, what it says."""
+    """Read whatever is at `path`. `columns` names columns of a log; `facts` fills in, or overrules, what it says."""
     path, given = _file(path), _given(facts or {})
     if path.is_dir():
         if columns:
@@ -41,7 +41,7 @@ def read(
         observed = read_document(text_of(path), str(path))
     if observed is None or (not observed.steps and observed.format == "run" and not observed.events):
         raise DataError(
-            f"{path} shows no training: no line with a step that grows beside a loss or a time. Give the trainer's own log, or"
+            f"{path} shows no training: no line with a step that grows together with a loss or a time. Give the trainer's own log, or"
             " name the columns of a table with --map step=COLUMN,step_s=COLUMN:UNIT"
         )
     return replace(observed, facts=replace(observed.facts, **given))
@@ -51,9 +51,9 @@ def _file(path: Path) -> Path:
     """The file to read in a folder of another trainer; our own run folder stays one."""
     try:
         if not path.exists():
-            raise DataError(f"{path} is not there: give a run folder or a log file")
+            raise DataError(f"{path} does not exist: give a run folder or a log file")
         if not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):
-            return path  # a folder that may not be read says so itself
+            return path  # an unreadable folder raises its own error
         if any((path / name).exists() for name in ("metrics.jsonl", "events.jsonl")):
             return path
         checkpoints = list(path.glob(f"checkpoint-*/{LOGS[0]}"))
@@ -67,7 +67,7 @@ def _file(path: Path) -> Path:
         why = getattr(refusal, "strerror", None) or refusal
         raise DataError(f"{str(path)!r} cannot be read: {why}") from refusal
     known = f"metrics.jsonl, {', '.join(LOGS)} or TensorBoard file"
-    raise DataError(f"{path} is no run folder: there is no {known} in it; give the log file itself")
+    raise DataError(f"{path} is not a run folder: it has no {known}; give the log file itself")
 
 
 def _given(facts: Mapping[str, str]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _given(facts: Mapping[str, str]) -> dict[str, Any]:
     for name, raw in facts.items():
         if name not in kinds:
             near = nearest(name, kinds)
-            raise ConfigError(f"--fact knows no {name!r}{near}; it may name {', '.join(kinds)}")
+            raise ConfigError(f"--fact does not know {name!r}{near}; it takes {', '.join(kinds)}")
         given[name] = _number(name, raw) if float in get_args(kinds[name]) else _word(name, raw, kinds[name])
     return given
 

@@ -57,7 +57,7 @@ def recognise(text: str) -> Trainer:
 
 
 def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
-    """What stands beside the numbers of a log: by the trainer's own words, then by those that many use."""
+    """The facts beside the numbers of a log: by the trainer's own words, then by those that many use."""
     found: dict[str, Any] = {}
     head = HEAD["comment"].sub("", head)
     for entry in (trainer.entry, table("trainers")["any"]):

@@ -48,7 +48,7 @@ class Line:
         self.url, key = _checked(url), os.environ.get(KEY_VARIABLE)
         if key and (not key.isascii() or not key.isprintable() or " " in key):
             raise ConfigError(
-                f"the key ({KEY_VARIABLE}) must be printable ASCII without spaces, and it is not"
+                f"the key ({KEY_VARIABLE}) must be printable ASCII without spaces, but it is not"
             )
         import httpx  # here: it takes a tenth of a second, and most runs call no server
 
@@ -103,7 +103,7 @@ class Line:
                         f"no answer from {self.url}{tries}: {why}; is the server up, and is this its address?"
                     ) from lost
                 pause_s = min(asked_s or wait_s * random.uniform(0.5, 1.0), LONGEST_WAIT_S)
-                # at most a line a second: all calls fail together
+                # at most one line per second: all calls fail together
                 if pause_s and time.monotonic() - self._told_at_s >= 1.0:
                     self._told_at_s = time.monotonic()
                     self._progress(f"{self.url}: {why}; trying again in {pause_s:.1f} s")

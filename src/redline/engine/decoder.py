@@ -63,7 +63,7 @@ class Round:
     """A CUDA event, or None on a CPU."""
 
     def wait(self) -> tuple[np.ndarray, ...]:
-        """New tokens so far, whether each sample goes on, the tokens, their log-probabilities; a row for each
+        """New tokens so far, whether each sample continues, the tokens, their log-probabilities; a row for each
         slot of the round."""
         if self.done is not None:
             self.done.synchronize()
@@ -116,7 +116,7 @@ class Decoder:
         self.forward.prefill(*prompts)
 
     def _read_again(self, given: tuple[Tensor, ...]) -> bool:
-        """Read by a CUDA graph, if prompts of this shape were read before."""
+        """Read by a CUDA graph, if prompts of this shape were read before; returns whether it did."""
         shape = given[0].shape
         if shape not in self._reads:
             self._reads[shape] = None
@@ -202,7 +202,7 @@ class Decoder:
             return
         if (batch, filtered) not in self._captured:
             kept = self._rows.clone()
-            self._rows.fill_(self.slots.spare)  # the rehearsal is no sample's
+            self._rows.fill_(self.slots.spare)  # the rehearsal belongs to no sample
             self._captured[batch, filtered] = self._capture(functools.partial(self._decode, batch, filtered))
             self._rows.copy_(kept)
         self._captured[batch, filtered].replay()

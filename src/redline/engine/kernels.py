@@ -98,7 +98,7 @@ def _cutoff(
 
 
 def pick(logits_BV: Tensor, slots: Slots, rows_B: Tensor, cutoff_B: Tensor | None) -> None:
-    """In two kernels, because one program for each row would take the longer the fewer rows there are."""
+    """Choose in two kernels: with one program per row, fewer rows would take longer."""
     rows, vocab = logits_BV.shape
     blocks = triton.cdiv(vocab, BLOCK)
     seen = torch.empty((3, rows, blocks), dtype=torch.float32, device=logits_BV.device)
@@ -163,7 +163,7 @@ def _choose(
     spread = tl.sum(spreads * tl.exp(peaks - highest))
     weights = tl.where(sums > 0, sums * tl.exp((peaks - highest) * inverse), 0.0)
     reached = tl.cumsum(weights, axis=0)
-    place_in = tl.minimum(count, places - 1)  # a closed slot computes on, and its number is not used
+    place_in = tl.minimum(count, places - 1)  # a closed slot keeps computing, but its number is not used
     target = tl.load(uniform_ptr + slot * places + place_in) * tl.sum(weights)
     last_block = tl.max(tl.where(weights > 0, block, 0))
     chosen = tl.minimum(tl.min(tl.where((reached > target) & (weights > 0), block, BLOCKS)), last_block)

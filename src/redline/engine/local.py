@@ -122,14 +122,14 @@ class LocalEngine(Engine):
         self._free: list[int] = []
         self._free_prompts: list[int] = []
         self._open: dict[int, _Sample] = {}
-        """By slot."""
+        """Samples by slot."""
         self._waiting: deque[_Asked] = deque()
         """Prompts that were read and have samples to start."""
         self._ended: list[_Sample] = []
         self._beginnings: dict[frozenset[str], np.ndarray] = {}
         self._cut: list[int] = []
         """Slots whose sample ended with a stop string, which the device does not know yet."""
-        # arrays, because at 2,048 slots a loop in every round would take longer than a decode step
+        # arrays: at 2,048 slots a Python loop per round would take longer than a decode step
         self._known = np.zeros((4, slots), np.int64)
         self._prompt_of, self._left, self._filtered, self._watched = self._known
         self._abandon()
@@ -182,7 +182,7 @@ class LocalEngine(Engine):
                 if self._open:
                     slots, round_ = self._launch(usual if more or self._waiting else 2 * usual)
                     asked = self.stats.requests
-                    more = more and self._admit(feed, self._ahead)  # prompts that are read behind the round
+                    more = more and self._admit(feed, self._ahead)  # prompts are read while the round runs
                     if self.stats.requests == asked:
                         self._go_on(slots)
                     yield from self._completions()
@@ -222,10 +222,10 @@ class LocalEngine(Engine):
         n, context = len(ids), self.model.config.context_length
         wanted, most, new = sampling.max_new_tokens, room.max_prompt_tokens, room.max_new_tokens
         for holds, rule in (
-            (n > 0, "a prompt must hold at least one token, and this one is empty"),
+            (n > 0, "a prompt must hold at least one token, but this one is empty"),
             (n < context, f"a prompt has {n} tokens, and the model's context holds {context}: shorten it"),
-            (n <= most, f"a prompt has {n} tokens; the engine was made for {most}"),
-            (wanted <= new, f"a request wants {wanted} new tokens; the engine was made for {new}"),
+            (n <= most, f"a prompt has {n} tokens, but the engine was made for {most}"),
+            (wanted <= new, f"a request wants {wanted} new tokens, but the engine was made for {new}"),
         ):
             if not holds:
                 raise ConfigError(rule)
@@ -404,6 +404,6 @@ def fitting_slots(model: Transformer, *, max_prompt_tokens: int, max_new_tokens:
     fitting = int(free_bytes * GENERATION_SHARE) // each
     if fitting < 1:
         raise MachineError(
-            f"a sequence needs {each / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB are free: shorten it"
+            f"a sequence needs {each / 2**30:.1f} GiB, but {free_bytes / 2**30:.1f} GiB are free: shorten it"
         )
     return min(MOST_SLOTS[device.type], fitting)

@@ -1,4 +1,4 @@
-"""A decode step for a single row: five kernels a layer instead of eight, and each begins while the one before runs.
+"""A decode step for a single row: five kernels per layer instead of eight, and each begins while the one before runs.
 
     logits_1V = decode(model, state, last_N, rows)          # if `computes(model)`
 
@@ -60,7 +60,7 @@ def _product(
     K, N = x_1K.shape[1], len(weight) // (2 if swiglu else 1)
     out = torch.empty(1, N, dtype=dtype or x_1K.dtype, device=x_1K.device) if add is None else add
     wide = triton.next_power_of_2(K)
-    # 4,096 weights a program and 32 of them a thread, found by a sweep on an H200
+    # 4,096 weights per program and 32 of them per thread, found by a sweep on an H200
     BN = max(4, min(16, 4096 // wide)) * (2 if N > 2**14 else 1)
     _dot[(triton.cdiv(N, BN),)](
         x_1K, weight, x_1K if norm is None else norm.weight, out, N, 0.0 if norm is None else norm.eps,

@@ -55,7 +55,7 @@ def chat_prompt(loaded: Loaded, messages: list[dict[str, str]], *, unanswered: b
     """A conversation as the model's chat template puts it, up to where the answer begins if one is to follow."""
     if loaded.chat_template is None:
         raise ConfigError(
-            "a chat prompt needs a model with a chat template, and this one has none: set prompt.mode=text,"
+            "a chat prompt needs a model with a chat template, but this one has none: set prompt.mode=text,"
             " or leave out --chat"
         )
     return fill(loaded.chat_template, messages=messages, add_generation_prompt=unanswered, tools=None)

@@ -105,7 +105,7 @@ class _Member:
     joined: bool = False
     held: dict[int, _Piece] = field(default_factory=dict)
     fresh: list[_Piece] = field(default_factory=list)
-    """Held, and not yet sent."""
+    """Pieces held and not yet sent."""
     samples: int = 0
     joined_s: float = 0.0
     heard_s: float = 0.0
@@ -154,7 +154,7 @@ class RayEngine(Engine):
         self.version = -1
         """The newest weights."""
         self._weights: dict[int, tuple[Any, Any]] = {}
-        """By version: references to the weights and to adapters on them, or None."""
+        """References by version: to the weights and to adapters on them, or None."""
         self._base: Any = None
         self.publish(model)
         count = place.workers or gpus or max(1, cpus)
@@ -193,7 +193,7 @@ class RayEngine(Engine):
 
     @property
     def stats(self) -> Stats:
-        """What the workers that are there have done."""
+        """The sums of what the workers that are there have done."""
         told = [member.stats for member in self._members if member.stats]
         return Stats(**{one.name: sum(stats[one.name] for stats in told) for one in fields(Stats)})  # type: ignore[arg-type]
 
@@ -222,7 +222,7 @@ class RayEngine(Engine):
         finally:
             self._queue.clear()
             for member in self._members:
-                if member.held:  # its slots are full of what nobody wants any more
+                if member.held:  # its slots are full of work nobody wants any more
                     self._end(member, "ended")
 
     # ---- from the requests to the workers ----
@@ -375,7 +375,7 @@ class RayEngine(Engine):
 
 
 def _work_of(piece: _Piece) -> Iterator[dict[str, Any]]:
-    """What a worker is told of a piece: its samples without gaps, which a worker that died may have left."""
+    """What a worker is told about a piece: its samples without gaps, which a worker that died may have left."""
     request, tag = piece.request, (piece.number, piece.version)
     told = vars(request) | {"sampling": vars(request.sampling), "messages": (), "tag": tag}
     for first, samples in consecutive(piece.missing):

@@ -84,7 +84,7 @@ class Completion:
     sample: int
     """`first_sample` .. `first_sample + samples - 1` of its request."""
     text: str
-    """Without the token or the text that ended it."""
+    """The text, without the token or the text that ended it."""
     tokens: tuple[int, ...]
     """New tokens, including the one that ended it; empty if a server does not return them."""
     logprobs: tuple[float, ...]
@@ -94,7 +94,7 @@ class Completion:
     told_tokens: int = 0
     """How many new tokens a server reports without returning them."""
     version: int = 0
-    """Of the weights that wrote it, for an engine to which weights are published (engine/ray.py)."""
+    """Version of the weights that wrote it, for an engine to which weights are published (engine/ray.py)."""
 
     @property
     def new_tokens(self) -> int:

@@ -64,7 +64,7 @@ DIALECTS = {
         name="llama.cpp", fields={"min_p": 0.0, "repeat_penalty": 1.0, "logprobs": 1}, no_top_k=0
     ),
 }
-"""By the `owned_by` of the server's models."""
+"""Dialects by the `owned_by` of the server's models."""
 TRANSFORMERS = Dialect(name="transformers serve", no_top_k=0, takes_ids=False)
 OTHER = Dialect(name="an OpenAI-compatible server of unknown kind")
 
@@ -83,7 +83,7 @@ class ServerEngine(Engine):
         progress: Callable[[str], None] | None = None,
     ) -> None:
         """`url`: http://host:port, or with its path (…/v1). `model`: needed if the server has several. `tokenizer` turns
-        prompts of token ids into text, for servers that only take text. `progress` is told of retries."""
+        prompts of token ids into text, for servers that only take text. `progress` hears of retries."""
         if concurrency < 1 or timeout_s <= 0:
             got = f"got {concurrency} and {timeout_s}"
             raise ConfigError(f"concurrency must be at least 1 and timeout_s greater than 0, {got}")

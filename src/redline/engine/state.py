@@ -32,7 +32,7 @@ class Slots:
     last: Tensor
     """The last new token, which the next step reads."""
     open: Tensor
-    """1 while the sample goes on."""
+    """1 while the sample continues."""
     temperature: Tensor
     top_k: Tensor
     """V: all."""

@@ -65,7 +65,7 @@ def fill(template: str, **values: Any) -> str:
 
 
 def main(processor_s: int) -> None:
-    """Render what comes in, a line each, until there is no more."""
+    """Render what comes in, one line each, until there is no more."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
     for line in sys.stdin:
@@ -74,9 +74,9 @@ def main(processor_s: int) -> None:
         template, values = json.loads(line)
         try:
             text, why = _compiled(template).render(**values), ""
-            text.encode()  # half a surrogate pair is no text
+            text.encode()  # half a surrogate pair is not text
             if len(text) > LONGEST:
-                text, why = "", f"it gives {len(text):,} characters, and at most {LONGEST:,} are allowed"
+                text, why = "", f"it gives {len(text):,} characters, but at most {LONGEST:,} are allowed"
         except Exception as error:  # noqa: BLE001 - whatever a foreign program raises is its failure
             text, why = "", " ".join(f"{type(error).__name__}: {error}".split())[:200]
         print(json.dumps([text, why]), flush=True)  # noqa: T201 - the pipe to the other side

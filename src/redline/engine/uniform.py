@@ -13,7 +13,7 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 def uniforms(seeds: np.ndarray, samples: np.ndarray, count: int) -> np.ndarray:
     """`count` numbers in [0, 1) for each (seed, sample), as float32 with all of its 24 bits."""
-    with np.errstate(over="ignore"):  # wrapping is the arithmetic wanted
+    with np.errstate(over="ignore"):  # wrapping is intended
         stream = _mixed(
             _mixed(seeds.astype(np.int64).view(np.uint64) + _STEP) + samples.astype(np.uint64) * _STEP + _STEP
         )

@@ -32,7 +32,7 @@ from redline.train.places import step_folders
 from redline.train.stop import handled_by
 
 RESTARTS = 3
-"""Without a new checkpoint between them."""
+"""Most restarts without a new checkpoint between them."""
 TIMES_S = {"join_timeout": 600}
 """How long to wait for enough nodes. Torch waits 30 s for more of them, and gives up one that is silent for 15 s."""
 
@@ -74,7 +74,7 @@ def _run_agent(
         with handled_by(agent.request_stop, *processes.STOPS):
             agent.run()
     except Stopped:
-        if nodes.least < nodes.most:  # the others go on
+        if nodes.least < nodes.most:  # the others continue
             return agent.code
     except RedlineError:
         handler.shutdown()
@@ -183,7 +183,7 @@ class Agent(elastic.SimpleElasticAgent):
             return elastic.RunResult(state=elastic.WorkerState.SUCCEEDED, return_values=values)
         broken = [member for member in failed if member.process.returncode != processes.STOPPED_CODE]
         if self._stopping:
-            # one that the signal killed could not save yet, and whatever failed with it had nothing to save either
+            # a process that the signal killed could not save yet, nor had one that failed with it anything to save
             if broken and all(member.process.returncode != -signal.SIGTERM for member in broken):
                 self.code = broken[0].tell()
             raise Stopped
@@ -198,11 +198,11 @@ class Agent(elastic.SimpleElasticAgent):
         if self._remaining_restarts == 0 or (broken[0].has_said_why and not helps):
             self.code = broken[0].tell()
         else:
-            _say(f"{broken[0].summary}; starting again from the last checkpoint with the nodes that are left")
+            _say(f"{broken[0].summary}; starting again from the last checkpoint with the nodes that remain")
         return elastic.RunResult(state=elastic.WorkerState.FAILED)
 
     def _wait(self) -> None:
-        """Until all have ended. Those that were asked to stop save a checkpoint; if one fails, the others are given up."""
+        """Wait until all have ended. Those that were asked to stop save a checkpoint; if one fails, the others are given up."""
         while self._running():
             if any(
                 (member.process.returncode or 0) not in (0, processes.STOPPED_CODE) for member in self.members

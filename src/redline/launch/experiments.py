@@ -24,7 +24,7 @@ class Experiment:
     run: Path
     overrides: tuple[str, ...]
     arguments: tuple[str, ...]
-    """Of `redline`."""
+    """Arguments of `redline`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Job:
 
 
 def command_line(arguments: tuple[str, ...]) -> str:
-    """As a shell reads it."""
+    """The command as a shell reads it."""
     return shlex.join([*PROGRAM, *arguments])
 
 

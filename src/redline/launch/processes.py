@@ -69,7 +69,7 @@ def run_alone(arguments: Sequence[str]) -> int:
 
 
 def environment_of(nproc: int, **place: object) -> dict[str, str]:
-    """Of one of so many processes on this machine: the variables that torchrun would set."""
+    """The environment of one of `nproc` processes on this machine: the variables that torchrun would set."""
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc))} if nproc > 1 else {}
     return {**threads, **os.environ, LAUNCHER: str(os.getpid())} | {n: str(v) for n, v in place.items()}
 
@@ -92,7 +92,7 @@ def _watched(members: Sequence["Member"]) -> int:
 
 
 def failures(members: Sequence["Member"]) -> list["Member"]:
-    """Those of ended processes that failed, first the one whose failure explains the others'."""
+    """The ended processes that failed, first the one whose failure explains the others'."""
     for member in members:
         member.reader.join()
     return sorted((member for member in members if member.process.returncode), key=Member.blame)
@@ -160,7 +160,7 @@ class Member:
 
 
 def stop(members: Sequence[Member]) -> None:
-    """After a failure: the others notice and end, or wait in a collective and are killed."""
+    """Stop the others after a failure: they notice and end, or wait in a collective and are killed."""
     until_s = time.monotonic() + PATIENCE_S
     while any(member.process.poll() is None for member in members) and time.monotonic() < until_s:
         time.sleep(LOOK_EVERY_S)

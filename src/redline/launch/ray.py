@@ -40,7 +40,7 @@ def submit(job: Job) -> list[dict[str, Any]]:
     actors, done = _actors(job), list[dict[str, Any]]()
     connect(os.environ.get("RAY_ADDRESS") or "auto", namespace=NAMESPACE, runtime_env=_environment())
     try:
-        # An actor whose environment cannot be made dies without a word, so the first one is made while we listen.
+        # An actor whose environment cannot be made dies silently, so the first one is made while we listen.
         ray.get(ray.remote(num_cpus=0)(lambda: None).remote())
         for actor in actors:
             options = {**actor["options"], "lifetime": "detached", "max_restarts": -1}
@@ -78,13 +78,13 @@ def _actors(job: Job) -> list[dict[str, Any]]:
 
 
 def _bytes(size: str) -> int:
-    """As SLURM reads it: megabytes without a letter."""
+    """A size as SLURM reads it: megabytes without a letter."""
     number, unit = (size[:-1], size[-1]) if size[-1] in "KMGT" else (size, "M")
     return int(number) * 1024 ** ("KMGT".index(unit) + 1)
 
 
 def _seconds(limit: str) -> int:
-    """As SLURM reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    """A time as SLURM reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
     days, dash, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
@@ -119,6 +119,6 @@ def _keeper() -> type:
                 except subprocess.TimeoutExpired:
                     process.terminate()
                     process.wait()
-            ray.kill(ray.get_runtime_context().current_actor)  # frees its share, and is not started again
+            ray.kill(ray.get_runtime_context().current_actor)  # frees its share; Ray does not start it again
 
     return Keeper

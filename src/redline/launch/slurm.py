@@ -1,6 +1,6 @@
 """Experiments as one SLURM job: the script, and its submission. No torch.
 
-An array task a run. SLURM signals the batch shell before the time limit (and on preemption, where the cluster is set to
+One array task per run. SLURM signals the batch shell before the time limit (and on preemption, where the cluster is set to
 `send_user_signal`); the shell passes it to the training, which saves a checkpoint and leaves, and the job goes back into
 the queue. SIGTERM to the training alone, the notice of other preemptions, ends the same way; `scancel` does not requeue.
 Started again, the run resumes. Partition and account come from SBATCH_PARTITION and SBATCH_ACCOUNT, which sbatch reads.

@@ -4,7 +4,7 @@
 
 Method: random data (zeros draw less power), inputs rotated so that they do not stay in the L2 cache, warm-up, then the
 best of seven blocks timed by CUDA events. If the median block is much slower than the best, or other programs held the
-CPU, up to three series are taken; what is still noisy is said to be, and holds for an hour. Left out: sustained clocks over minutes,
+CPU, up to three series are taken; what is still noisy is marked so, and holds for an hour. Left out: sustained clocks over minutes,
 several GPUs (the current one is measured), NVLink and disk.
 """
 
@@ -46,7 +46,7 @@ BOOST_MARGIN = 1.15
 """Boards go up to 15 % beyond the datasheet's boost clock; timing mistakes go much further."""
 _COPY_BYTES = 2**30
 _TRANSFER_BYTES = 2**28
-_LEAST_FREE_BYTES = 3 * 2**30  # two copy buffers, and something over for the libraries
+_LEAST_FREE_BYTES = 3 * 2**30  # two copy buffers, and some room for the libraries
 _TINY_KERNELS = 1000
 
 Work = Callable[[int], object]
@@ -72,8 +72,8 @@ def load_or_measure(facts: MachineFacts, refresh: bool = False, progress: Say = 
     try:
         save(facts, ceilings)
     except StorageError as error:
-        # A home that cannot be written costs one measurement for each process, not the run.
-        progress(f"the ceilings are not kept and will be measured again next time: {error}")
+        # An unwritable home costs one measurement per process, not the run.
+        progress(f"the ceilings could not be saved and will be measured again next time: {error}")
     return ceilings
 
 
@@ -81,7 +81,7 @@ def measure(progress: Say = lambda _: None) -> Ceilings:
     """Measure the CPU and, if there is one, the current GPU. Torch's random state and precision are kept."""
     progress("measuring the CPU")
     cpu_matmul_gflops, matmul_spread = _cpu_matmul_gflops()
-    # repeated: drawing so many numbers would take seconds
+    # repeated, because drawing so many numbers would take seconds
     numbers = _randn(torch.Generator().manual_seed(0), 2**20).repeat(_TRANSFER_BYTES // 2**22)
     cpu_copy_bytes_per_s, copy_spread = _copy_bytes_per_s(numbers, time_cpu_s)
     ceilings = Ceilings(
@@ -234,7 +234,7 @@ def _best_s(work: Work, time_s: Clock) -> tuple[float, float]:
     """Seconds per call in the best block, and the spread."""
     time_s(work, 1)  # loads kernels and lets the library choose among them
     calls = max(1, round(_BLOCK_S / time_s(work, 1)[0]))
-    time_s(work, calls)  # brings the clocks to where they stay
+    time_s(work, calls)  # lets the clocks settle
     seconds, spread = best_of(lambda: time_s(work, calls))
     return seconds / calls, spread
 

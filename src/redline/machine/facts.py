@@ -63,7 +63,7 @@ class MachineFacts:
     cpu_cores: int
     memory_bytes: int
     disk_free_bytes: int
-    """Of the current folder's disk."""
+    """Free bytes on the current folder's disk."""
     os: str
     python: str
     versions: dict[str, str | None]
@@ -120,7 +120,7 @@ def same_kind(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 
 def software_key(facts: MachineFacts) -> str:
-    """The machine and every package that decides how fast a program runs on it; trials with the same key compare."""
+    """The machine and every package that decides how fast a program runs on it; trials with the same key are comparable."""
     versions = {name: version for name, version in facts.versions.items() if version}
     return f"{machine_key(facts)}-{fingerprint_of(versions)[:12]}"
 

@@ -59,7 +59,7 @@ class GpuTelemetry:
     def __init__(self, index: int) -> None:
         self._handle, self._energy_before_j = None, 0.0
         try:
-            # held until the process ends: opening it anew for each reading would take milliseconds
+            # held until the process ends: reopening it for each reading would take milliseconds
             pynvml.nvmlInit()
             handles = visible_handles()
         except pynvml.NVMLError:
@@ -69,7 +69,7 @@ class GpuTelemetry:
             self._energy_before_j = self._energy_j() or 0.0
 
     def _energy_j(self) -> float | None:
-        """Since this object was made: the board counts from the day its driver was loaded."""
+        """Energy since this object was made: the board counts from the day its driver was loaded."""
         counted_mj = ask(pynvml.nvmlDeviceGetTotalEnergyConsumption, self._handle)
         return None if counted_mj is None else counted_mj / 1000 - self._energy_before_j
 

@@ -40,9 +40,9 @@ class GpuSpec:
     fp8_tflops: float | None = None
     memory_bandwidth_bytes_per_s: float
     link_bytes_per_s: float = 32e9
-    """Of one GPU to the others in its node, each direction; PCIe 4 if nobody says."""
+    """From one GPU to the others in its node, each direction; PCIe 4 if nobody says."""
     network_bytes_per_s: float = 1.5625e9
-    """The same out of the node: its network cards shared among its GPUs."""
+    """From one GPU out of the node: the node's network cards shared among its GPUs."""
     node_gpus: int = 8
     count: int = 1
     """How many of them the user asked about."""
@@ -56,7 +56,7 @@ class GpuSpec:
 
 # Bytes/s of a GPU in each direction, inside and out of a node of eight: half of what NVLink's datasheets add up for both
 # directions, and the network cards of NVIDIA's own systems (DGX-1V: 4 x 100 Gbit/s; DGX A100: 8 x 200; DGX H100, H200
-# and B200: 8 x 400). Boards without NVLink: 16 lanes of PCIe, and 100 Gbit/s a node.
+# and B200: 8 x 400). Boards without NVLink: 16 lanes of PCIe, and 100 Gbit/s per node.
 _LINKS = {
     "dgx-v100": (150e9, 6.25e9), "dgx-a100": (300e9, 25e9), "dgx-h100": (450e9, 50e9), "dgx-b200": (900e9, 50e9),
     "pcie-3": (16e9, 1.5625e9), "pcie-4": (32e9, 1.5625e9), "pcie-5": (64e9, 1.5625e9),
@@ -109,7 +109,7 @@ _FIGURES: dict[str, tuple[str, dict[str, float]]] = {
     "node": ("node_gpus", {"": 1.0}),
     **{name: (f"{name}_tflops", {"": 1.0, "tflop/s": 1.0, "tflops": 1.0}) for name in PEAKS},
 }
-"""What a user may give, and its units: GB of memory are binary on every datasheet, GB/s are not."""
+"""The figures a user may give, and their units: GB of memory are binary on every datasheet, GB/s are not."""
 _SPECIFICATION = (
     "a GPU is given by a name or by memory, bandwidth and dense TFLOP/s in bf16 or fp16 (more: tf32, fp32, fp8),"
     ' such as "memory=24GB,bf16=165,bandwidth=1008GB/s"; many by their number and an x before it, with the GB/s of'
@@ -158,9 +158,9 @@ def find_spec(name: str) -> GpuSpec:
     if name in SPECS or len(found) == 1:
         return SPECS.get(name) or found[0]
     if found:
-        raise ConfigError(f"{name} is more than one GPU: {' or '.join(spec.name for spec in found)}")
+        raise ConfigError(f"{name} matches more than one GPU: {' or '.join(spec.name for spec in found)}")
     if any(re.fullmatch(r"mi\d{2,3}[a-z]?|radeon|gaudi\d?|tpu\w*", word) for word in words):
-        raise ConfigError(f"{name} is no NVIDIA GPU, and Redline runs on CUDA; known: {', '.join(SPECS)}")
+        raise ConfigError(f"{name} is not an NVIDIA GPU, and Redline runs on CUDA; known: {', '.join(SPECS)}")
     raise ConfigError(
         f"no GPU {name!r} in the datasheet table{nearest(name.lower(), SPECS)}; known: {', '.join(SPECS)}; or"
         " give its figures, as in `redline plan --help`"

@@ -33,14 +33,14 @@ class MatmulPoint:
     n: int
     k: int
     tflops: float
-    """Of the best block."""
+    """Rate of the best block."""
     spread: float
     """How much slower the median block was than the best, as a share of the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What this machine was seen to do at best. The GPU's values are None on a machine without one."""
+    """The best that this machine was seen to do. The GPU's values are None on a machine without one."""
 
     measured_at: str
     """ISO time, UTC."""
@@ -62,7 +62,7 @@ class Ceilings:
     cpu_copy_bytes_per_s: float
     """Within host memory, read and written both counted."""
     spread: dict[str, float]
-    """Of everything else, by name; or, if larger, the share of the best block lost to other programs."""
+    """The spread of everything else, by name; or, if larger, the share of the best block lost to other programs."""
     notes: tuple[str, ...]
     """What was skipped or rejected, and why."""
 

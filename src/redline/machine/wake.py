@@ -13,7 +13,7 @@ import threading
 
 
 def wake_gpu(index: int) -> threading.Thread:
-    """Of the visible GPUs. The thread is no daemon: a program does not end in the middle of the driver's start."""
+    """Wake this one of the visible GPUs. The thread is not a daemon: a program does not end in the middle of the driver's start."""
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does; the driver reads it when it starts
     thread = threading.Thread(target=_wake, args=(index,))
     thread.start()

@@ -42,7 +42,7 @@ class Subject(Protocol):
     """Time that all steps so far waited for data."""
     losses: list[float]
     grad_norms: list[float]
-    """Of the steps so far; empty if the subject has none."""
+    """Gradient norms of the steps so far; empty if the subject has none."""
 
     def __init__(self, setting: dict[str, Any]) -> None: ...
     def step(self) -> None:
@@ -55,7 +55,7 @@ class Subject(Protocol):
 
 
 def finite(numbers: Sequence[float]) -> list[float | None]:
-    """None for what is no number: an update that fp16 skipped has no norm, and JSON has no infinity."""
+    """None for what is not a number: an update that fp16 skipped has no norm, and JSON has no infinity."""
     return [number if math.isfinite(number) else None for number in numbers]
 
 

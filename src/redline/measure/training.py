@@ -41,7 +41,7 @@ ANSWER_WORDS = 64
 
 
 class TrainingSubject:
-    """With loader, clipping, record and instruments; it validates and saves nothing."""
+    """The training loop with loader, clipping, record and instruments; it validates and saves nothing."""
 
     def __init__(self, setting: dict[str, Any]) -> None:
         recipe, plan = from_toml(setting["recipe"], where="trial"), from_json(setting["plan"], where="trial")
@@ -157,12 +157,12 @@ def _model_and_rows(recipe: Recipe, plan: Plan, process: Process) -> tuple[Trans
 
 
 def whole_batches(rows: Sequence[Example], size: int) -> list[Example]:
-    """Without the rest: a short last batch would be a different step."""
+    """Drop the remainder: a short last batch would be a different step."""
     return list(rows[: max(1, len(rows) // size) * size])
 
 
 def random_rows(vocab_size: int, length: int) -> list[Example]:
-    """The same ones every time."""
+    """Random rows, the same ones every time."""
     draw = random.Random(0)
 
     def tokens(share: tuple[float, float], words: int) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ def _pad(objective: Any, recipe: Recipe) -> None:
 
 
 def padded(passes: Updates, size: int, length: int) -> Shape:
-    """The positions of `size` rows of `length`; what examples leave free is filled with sequences that nobody reads."""
+    """The positions of `size` rows of `length`; what examples leave free is filled with unread sequences."""
     exacts = [exact(examples) for examples in passes]
     fillers = -(-(size * length - min(shape.tokens for shape in exacts)) // length)
     answers = max(shape.answers for shape in exacts)

@@ -8,7 +8,7 @@
         folder.add(key, "bf16", measured, beside=before, paired=True)
 
 process.py runs trials in children, turns.py lets them take turns. Every tuning and every ablation has a folder, in which
-finished trials are kept (trials.jsonl), one a line, and are not run again. Those of another machine or other software
+finished trials are kept (trials.jsonl), one per line, and are not run again. Those of another machine or other software
 stay in the file but are not found.
 """
 
@@ -32,7 +32,7 @@ from redline.record.run import LineWriter, read_lines
 TrialOutcome = Literal["ok", "out_of_memory", "crashed", "timed_out"]
 TRAINING = "redline.measure.training:TrainingSubject"
 RANDOM_WEIGHTS = "random-weights"
-"""As `model.init_from` of a fine-tuning recipe: a model of the recipe's shape, and random rows."""
+"""A `model.init_from` for fine-tuning recipes: a model of the recipe's shape, and random rows."""
 SCRATCH = "REDLINE_TRIAL_FOLDER"
 """Tells a child where to write what its parent will remove. Not TMPDIR, where compilers keep their results."""
 RANDOM_ROWS = 1000
@@ -90,7 +90,7 @@ class Measurement:
     outcome: TrialOutcome
     error: str | None = None
     blocks_s: tuple[float, ...] = ()
-    """Seconds per step, one a block."""
+    """Seconds per step, one per block."""
     steps_per_block: int = 0
     tokens_per_step: int = 0
     memory: PeakMemory | None = None
@@ -107,7 +107,7 @@ class Measurement:
 
     @property
     def tokens_per_s(self) -> float:
-        """From the median block."""
+        """Tokens/s of the median block."""
         return self.tokens_per_step / median(self.blocks_s)
 
     @property

@@ -37,7 +37,7 @@ Enough = Callable[[Sequence[float], Sequence[float]], bool]
 
 class HasBlocks(Protocol):
     blocks_s: list[float]
-    """Seconds per step, one a block."""
+    """Seconds per step, one per block."""
 
     @property
     def failed(self) -> object | None: ...
@@ -109,7 +109,7 @@ class Arm:
         self.blocks_s, self.waited_s = [], []
 
     def end(self) -> Measurement:
-        """What it gave; the child stays alive."""
+        """End the arm and return its measurement; the child stays alive."""
         self._attempt(lambda: setattr(self, "memory", self.child.memory(self._limit_s())))
         found = {
             "outcome": self.failed.outcome if self.failed else "ok",
@@ -145,7 +145,7 @@ class Turns:
         """Trials that ended well once, whose later failure is chance."""
         self._shortest_s: float | None = None
         self._longest_s = 0.0
-        """Of the pairs decided so far."""
+        """The shortest and the longest pair decided so far."""
 
     def __enter__(self) -> Self:
         return self
@@ -163,7 +163,7 @@ class Turns:
         return found
 
     def fair_end_s(self) -> float:
-        """By when one of several pairs must be decided, so that one that compiles for minutes leaves time for others."""
+        """The time by which one of several pairs must be decided, so that one that compiles for minutes leaves time for others."""
         now_s = self.clock()
         return min(self.deadline_s, now_s + max((self.deadline_s - now_s) / 2, 3 * self._longest_s))
 

@@ -123,7 +123,7 @@ class _Fused(torch.autograd.Function):
 
 
 class _Fp8(torch.autograd.Function):
-    """In two halves of the rows: their bf16 logits with the whole gradient in FP8 take as much memory as the gradient and
+    """Works in two halves of the rows: their bf16 logits with the whole gradient in FP8 take as much memory as the gradient and
     its transpose in the backward pass, and as all logits in bf16."""
 
     @staticmethod
@@ -221,7 +221,7 @@ if triton is not None:
         logits_ptr, targets_ptr, gradient_ptr, losses_ptr, first_ptr, log_count_ptr, vocab_size, stride, ignored,
         SCALE: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """One program a row: a running maximum and sum, then softmax minus one-hot, written over the row or elsewhere.
+        """One program per row: a running maximum and sum, then softmax minus one-hot, written over the row or elsewhere.
         It is bound by its instructions for each logit, so what is the same for all goes into the exponents."""
         row = tl.program_id(0).to(tl.int64)
         row_ptr, to_ptr = logits_ptr + row * stride, gradient_ptr + row * stride
@@ -267,7 +267,7 @@ if triton is not None:
 
     @triton.jit
     def _transpose(from_ptr, to_ptr, rows, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Of bytes, a square a program, so that both sides are read and written in whole lines."""
+        """Transpose bytes, one square per program, so that both sides are read and written in whole lines."""
         row = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = (row < rows)[:, None] & (column < columns)[None, :]

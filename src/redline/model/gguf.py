@@ -44,7 +44,7 @@ _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# kinds of token; the others (unknown, unused, byte) are no part of a byte-level BPE
+# kinds of token; the others (unknown, unused, byte) are not part of a byte-level BPE
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 

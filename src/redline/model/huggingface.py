@@ -158,7 +158,7 @@ def _read_llama(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
         "Qwen3ForCausalLM": ("num_key_value_heads", "head_dim"),
     }
     if absent := [key for key in needed.get(name, ()) if raw.get(key) is None]:
-        raise CheckpointError(f"{path}: {absent[0]} must be given for {name}, and it is not; fetch it again")
+        raise CheckpointError(f"{path}: {absent[0]} must be given for {name}, but it is not; fetch it again")
     fixed = {
         "rope_theta": next((theta for theta in thetas if theta is not None), 10_000.0), "bias": more.attention_bias,
         "qkv_bias": name == "Qwen2ForCausalLM", "qk_norm": name == "Qwen3ForCausalLM",
@@ -168,9 +168,9 @@ def _read_llama(path: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
     windowed = windows and more.max_window_layers < config.num_layers
     kinds = more.layer_types or (("sliding_attention",) if windowed else ())
     if any(kind != "full_attention" for kind in kinds):
-        raise CheckpointError(f"{path}: some layers have a sliding window, and none may have one")
+        raise CheckpointError(f"{path}: some layers have a sliding window, but none may have one")
     if name == "LlamaForCausalLM":
-        # Only the agreement of its two switches is a model of ours: all biases, or none.
+        # Our models have all biases or none, so the two switches must agree.
         _accept(path, raw, "mlp_bias", *((True,) if more.attention_bias else (None, False)))
     else:
         _accept(path, raw, "attention_bias", None, False)

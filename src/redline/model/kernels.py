@@ -1,4 +1,4 @@
-"""Triton kernels for what stands between the matrix products of a block, where no compiler fuses it.
+"""Triton kernels for what is between the matrix products of a block, where no compiler fuses it.
 
     y = swiglu(gate_up)                                # silu(gate) * up, with its backward
     y = relu_squared(x)                                # with its backward

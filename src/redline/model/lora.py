@@ -66,7 +66,7 @@ class Place(Protocol):
 
     a_RD: Tensor
     b_OR: Tensor
-    """As they are multiplied: cast, and B scaled."""
+    """Weights as they are multiplied: cast, and B scaled."""
 
     def learn(self, x_ND: Tensor, dy_NO: Tensor, h_NR: Tensor) -> Tensor:
         """Returns dh = dy B and takes the gradients, dh^T x of A and dy^T h of B, which then do not go through autograd.

@@ -223,7 +223,7 @@ class Transformer(nn.Module):
             loss = recomputed if torch.is_grad_enabled() else self._loss
             each = [loss(reduction, candidates, *chunk) for chunk in chunks]
             losses = torch.stack(each).sum() if reduction == "sum" else torch.cat(each)
-        # FSDP2 wants no view from a module: an operation in place on it would drop its hook
+        # FSDP2 must not get a view from a module: an operation in place on it would drop its hook
         return losses if reduction == "sum" else losses.view_as(targets_BT).clone()
 
     def hidden(
@@ -366,9 +366,9 @@ def write_part(parameter: Tensor, value: Tensor) -> None:
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """What this process holds of a tensor that is spread like another."""
+    """This process's part of a tensor that is spread like another."""
     if torch.distributed.is_initialized():
-        # imported here: it takes torch seconds, which every engine and every worker on Ray would pay
+        # imported here: it takes seconds, which every engine and every worker on Ray would pay
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         if isinstance(like, DTensor):

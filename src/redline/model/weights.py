@@ -36,7 +36,7 @@ class Loaded:
 
     config: ModelConfig
     weights: dict[str, Tensor]
-    """By the names of our parameters; no `head.weight` when the embeddings are tied."""
+    """Tensors by the names of our parameters; no `head.weight` when the embeddings are tied."""
     tokenizer_json: str | None
     """The text of a `tokenizer.json`."""
     chat_template: str | None

@@ -94,7 +94,7 @@ class Described:
 
 
 def flops_per_token(model: nn.Module, seq_len: int | None) -> tuple[int, str]:
-    """Training FLOPs of a token: 6 a weight of a matrix product, 4 a frozen one (no gradient of the weight), and
+    """Training FLOPs of a token: 6 per weight of a matrix product, 4 per frozen one (no gradient of the weight), and
     12 L d T for attention if the model's config gives layers and width. All experts of a mixture are counted."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tables = {id(p) for module in embeddings for p in module.parameters(recurse=False)}
@@ -107,7 +107,7 @@ def flops_per_token(model: nn.Module, seq_len: int | None) -> tuple[int, str]:
     total = sum((6 if p.requires_grad else 4) * p.numel() for p in weights.values())
     config = getattr(model, "config", None)
     layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
-    each = "6 a weight of a matrix product (4 if frozen)"
+    each = "6 per weight of a matrix product (4 if frozen)"
     if not seq_len:
         return total, f"{each}; attention not counted: a row's length is not known (run.batches shows it)"
     if not (isinstance(layers, int) and isinstance(width, int)):

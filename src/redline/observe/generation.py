@@ -5,7 +5,7 @@
         model.generate(...)
     calls.facts(generate_s, times)          # once the device is done; for the event `generation`
 
-With a key/value cache a call computes one position a row. Without one it computes all of them again: one more than
+With a key/value cache a call computes one position per row. Without one it computes all of them again: one more than
 the call before. The time of a cached call is not measured but inferred from how the host's time grows with positions:
 on a GPU that time is the launches, on a CPU the work. Left out: models compiled as a whole, which a hook would
 recompile; texts padded to one length from the start, whose calls look like passes that score rows.
@@ -34,7 +34,7 @@ LEAST_CALLS = 3 * NEIGHBOURS
 class Call(NamedTuple):
     rows: int
     positions: int
-    """Of a row."""
+    """Positions of a row."""
     begin: Moment
     end: Moment
     host_s: float
@@ -109,10 +109,10 @@ class CallTimes:
             self._fastest[rows, positions] = min(host_s, self._fastest.get((rows, positions), host_s))
 
     def cached_call_s(self) -> float:
-        """Seconds of a cached call, which computes one position a row, in place of the calls added last.
+        """Seconds of a cached call, which computes one position per row, in place of the calls added last.
 
         R rows of T positions take a + b R T + c R T²: a constant, the work on each position, and each attending to
-        the others. One position a row takes a + b R + c R T. The fit uses the fastest calls; the last calls were
+        the others. One position per row takes a + b R + c R T. The fit uses the fastest calls; the last calls were
         slower by some factor, and so would a cached one be. On a GPU the host may have waited for a place in the
         queue, so there the fastest calls stand for them.
         """

@@ -353,7 +353,7 @@ class WatchedRun:
         observed = read_run(self.path)
         if not observed.steps:
             return f"redline: no update is recorded in {self.path}: call run.step() after each update\n"
-        each = f", {format_duration(step_s)} an update" if (step_s := observed.median("step_s")) else ""
+        each = f", {format_duration(step_s)} per update" if (step_s := observed.median("step_s")) else ""
         speed = f", {format_rate(observed.tokens_per_s, 'tokens')}" if observed.tokens_per_s else ""
         lines = [f"redline: {len(observed.steps)} updates{each}{speed} (medians)"]
         found = diagnose(observed)

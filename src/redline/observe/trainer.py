@@ -60,7 +60,7 @@ class Training:
         self.run, self._loader, self._plain = run.__enter__(), loader, type(loader)
         self.logs, self.logging_s = 0, 0.0
         self._log_goes_on_at: float | None = None
-        """Since when callbacks after ours have been logging."""
+        """The moment since which callbacks after ours have been logging."""
         if loader is None:
             return
         training, plain = self, self._plain
@@ -109,7 +109,7 @@ class RedlineCallback(TrainerCallback):
         self._training: Training | None = None
         """The last one, even after it has ended."""
         self._mark = 0.0
-        """Until when time has been accounted for."""
+        """The moment up to which time has been accounted for."""
         self._leave: Callable[[], object] = lambda: None
         """Ends the last training if nothing else has; also runs when this object or the process ends."""
 

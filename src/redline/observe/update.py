@@ -29,7 +29,7 @@ class Seen:
 
     batches: int = 0
     rows: int = 0
-    """Of the first batch."""
+    """Rows of the first batch."""
     seq_len: int = 0
     """The longest; 0 if no batch had `input_ids`."""
     positions: int = 0
@@ -127,7 +127,7 @@ class Update:
     ended_at: float = 0.0
     late: Late | None = None
     added: dict[str, float] = field(default_factory=dict)
-    """Learned after it."""
+    """Numbers learned after it."""
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Lines:
     clock: Clock
     world_size: int
     tokens_per_step: float | None
-    """Of this process, if batches do not show it."""
+    """Tokens per step of this process, if batches do not show them."""
     started_at: float = 0.0
     tokens: float = 0.0
     elapsed_s: float = 0.0
@@ -167,11 +167,11 @@ class Lines:
             found |= {"tokens": round(self.tokens), "tokens_per_s": rate, **self._shares(rate)}
         for name, value in (numbers | update.added).items():
             if value is not None:
-                found[name] = value if math.isfinite(value) else None  # JSON has no word for nan
+                found[name] = value if math.isfinite(value) else None  # JSON cannot hold nan
         return {"step": update.step, "step_s": step_s, **found}
 
     def _shares(self, tokens_per_s: float) -> dict[str, float]:
-        """Of the datasheet peak and of the measured one, if known."""
+        """Shares of the datasheet peak and of the measured one, if known."""
         hardware, precision = self.plan["hardware"], self.plan["precision"]["value"]
         tflops = self.plan["flops_per_token"]["value"] * tokens_per_s / self.world_size / 1e12
         peaks = {"mfu": hardware["peak_tflops"], "ceiling_share": hardware["measured_tflops"]}
@@ -196,7 +196,7 @@ def taken(numbers: dict[str, Any]) -> Late | None:
 def _single(name: str, value: Tensor) -> Tensor:
     if value.numel() != 1:
         wrong = f"a tensor of shape {tuple(value.shape)}"
-        raise ConfigError(f"{name} must be one number an update, got {wrong}: give its mean or sum")
+        raise ConfigError(f"{name} must be one number per update, got {wrong}: give its mean or sum")
     return value
 
 
@@ -210,4 +210,4 @@ def _plain(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError) as error:
         kind = type(value).__name__
-        raise ConfigError(f"{name} must be one number an update, got {value!r} ({kind})") from error
+        raise ConfigError(f"{name} must be one number per update, got {value!r} ({kind})") from error

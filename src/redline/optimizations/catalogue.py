@@ -26,7 +26,7 @@ from redline.record.files import shipped
 
 WorkloadName = Literal["train", "generate", "finetune"]
 EntryEffect = Literal["exact", "rounding", "changes-training"]
-"""`exact` and `rounding` as in plan/values.py; `changes-training`: another training, whose speed does not compare."""
+"""`exact` and `rounding` as in plan/values.py; `changes-training`: another training, whose speed is not comparable."""
 Standing = Literal["switch", "built in", "recipe", "thrown out", "refuted"]
 """`switch`: `redline ablate` turns it off and on. `built in`: always on. `recipe`: set in the recipe. `thrown out`:
 built, measured, and removed because it did not pay; the note has the numbers. `refuted`: impossible, or about something that
@@ -72,7 +72,7 @@ class Change:
     """How the recipe changes if the entry is another training."""
 
     field: str
-    """As `table.key`."""
+    """The field, as `table.key`."""
     value: Any = None
     times: int | None = None
     multiple_of: int | None = None
@@ -137,7 +137,7 @@ def _vocabulary_to_sample(recipe: Recipe, _hardware: Hardware, _beside: Beside) 
     # English Wikipedia with GPT-2's tokenizer: 7,200 different targets in 2^15 tokens, 17,000 in 2^17, 23,400 in 2^18
     few = tokens <= 2**17
     return (
-        None if few else f"{tokens:,} tokens an update have too many different targets for 24,576 candidates"
+        None if few else f"{tokens:,} tokens per update have too many different targets for 24,576 candidates"
     )
 
 
@@ -153,13 +153,13 @@ CONDITIONS: dict[str, Need] = {
     "no bf16": lambda _, hardware, __: (
         None
         if hardware.compute_capability < NEEDED_CAPABILITY["bf16"]
-        else "this GPU multiplies bf16 at the same rate, and bf16 needs no loss scaler (a host sync an update)"
+        else "this GPU multiplies bf16 at the same rate, and bf16 needs no loss scaler (a host sync per update)"
     ),
     "a second core": lambda _, hardware, __: (
         None if hardware.cores > 1 else "this machine has one core: a second thread would slow the step"
     ),
     "a batch to cut": lambda recipe, *_: (
-        None if recipe.train.batch_size > 1 else "the batch is 1 sequence: it cannot be cut"
+        None if recipe.train.batch_size > 1 else "a batch of 1 sequence cannot be cut"
     ),
     "a vocabulary to sample": _vocabulary_to_sample,
 }
@@ -195,7 +195,7 @@ class Quote:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPart:
-    """Entries of one workload in the order they are applied; what is no switch is a row without a measurement."""
+    """Entries of one workload in the order they are applied; an entry that is not a switch is a row without a measurement."""
 
     workload: WorkloadName
     names: tuple[str, ...]
@@ -250,7 +250,7 @@ def study(name: str, workload: str = "pretrain") -> tuple[StudyPart, ...]:
 
 
 def claims_for(entry: Optimization, name: str) -> tuple[Claim, ...]:
-    """What the study's guide claims of an entry, or else what papers and projects do; all claims without a guide."""
+    """The claims of the study's guide about an entry, else those of papers and projects; all claims without a guide."""
     if not name.startswith("seeds/"):
         return entry.claims
     own = f"{GUIDE} {name.removeprefix('seeds/')}"
@@ -287,7 +287,7 @@ def switched(entry: Optimization) -> str:
 
 
 def value_words(value: object) -> str:
-    if isinstance(value, bool):  # 1 == True, and a number of chunks is no switch
+    if isinstance(value, bool):  # 1 == True, and a number of chunks is not a switch
         return "on" if value else "off"
     if isinstance(value, int):
         return f"{value:,}"

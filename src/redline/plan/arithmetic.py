@@ -147,9 +147,9 @@ class Traffic:
 
     gathered: int
     scattered: int
-    """By reduce-scatter."""
+    """Bytes received by reduce-scatter."""
     reduced: int
-    """By all-reduce."""
+    """Bytes received by all-reduce."""
     gathers: int
     scatters: int
     reductions: int
@@ -198,9 +198,9 @@ class Memory:
     logits: int
     workspace: int
     generation: int = 0
-    """Slots of an engine that stays open beside the training, and the weights that it needs in another form."""
+    """Slots of an engine that stays open during training, and the weights that it needs in another form."""
     companions: int = 0
-    """Models beside the one that learns: a frozen reference, a critic with its optimiser."""
+    """Models besides the one that learns: a frozen reference, a critic with its optimiser."""
 
     @property
     def total(self) -> int:
@@ -214,7 +214,7 @@ FEEDBACK_LOGITS = 2**25
 VALIDATION_CHUNKS = 8
 """Pieces in which a validation computes its logits, at least: in fp32 they must not take more memory than training."""
 MUON_STACK = 2**25
-"""Elements of matrices that Muon updates together: 128 MiB in fp32, so that the stack stays small beside the model."""
+"""Elements of matrices that Muon updates together: 128 MiB in fp32, so that the stack stays small compared with the model."""
 MUON_STACK_BYTES = 10
 """Bytes per element of such a stack, at most: two and a half copies in fp32 (a test counts them)."""
 CUBLAS_BYTES = 64 * 2**20
@@ -333,7 +333,7 @@ def _favor_kernel(model: ModelConfig, precision: str, fused: bool) -> bool:
 
 
 def _favor_bytes(model: ModelConfig) -> int:
-    """What plain PyTorch keeps of kernel attention for one token, in fp32: features, squares and sums."""
+    """What plain PyTorch keeps for kernel attention per token, in fp32: features, squares and sums."""
     H, K, C, M, L = model.num_heads, model.kv_heads, model.head_size, model.features, FAVOR_CHUNK
     return 4 * (H * (M + L) + 2 * K * M + 2 * K * M * C // L)  # seen: within 9 %
 

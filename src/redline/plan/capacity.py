@@ -24,7 +24,7 @@ from redline.plan.predict import longest_row
 from redline.plan.roofline import COPY_SHARE, attainable_tokens_per_s, generation_floor_s
 
 LINK_SHARE = 0.8
-"""Of a link's datasheet rate that large collectives reach: NCCL itself reckons with 235 of an A100's 300 GB/s."""
+"""Share of a link's datasheet rate that large collectives reach: NCCL itself reckons with 235 of an A100's 300 GB/s."""
 BASE_S, NVLINK_HOP_S, PCIE_HOP_S, NETWORK_HOP_S = 8.4e-6, 3.4e-6, 5.7e-6, 14e-6
 """Latency of a ring and of each of its hops, as NCCL's cost model has them (src/graph/tuning.cc, ring, simple)."""
 FASTEST_PCIE = 64e9
@@ -61,7 +61,7 @@ class Capacity:
     layout: str = ""
     memory_bytes: int = 0
     compute_s: float = 0.0
-    """Of the update."""
+    """Compute time of the update."""
     communication_s: float = 0.0
     received_bytes: int = 0
     parts_s: dict[str, float] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Capacity:
     bounds_s: tuple[float, float] = (0.0, 0.0)
     """The step if all communication were hidden, and if none were."""
     tokens: int = 0
-    """Of a step, over all GPUs."""
+    """Tokens of a step, over all GPUs."""
     actor_mfu: float | None = None
 
     @property
@@ -182,7 +182,7 @@ def _ring(hardware: Hardware, ranks: int, nodes: int, *, rings: int) -> tuple[fl
 
 
 def _step_of_rl(recipe: Recipe, plan: Plan, update_s: float) -> dict[str, float]:
-    """Where the time of a step goes. Rewards are computed beside generation; a forward pass is a third of an update."""
+    """Where the time of a step goes. Rewards are computed during generation; a forward pass is a third of an update."""
     assert recipe.rl is not None
     parts = {
         "weights to the engine": _weights_s(recipe, plan),
@@ -210,7 +210,7 @@ def _weights_s(recipe: Recipe, plan: Plan) -> float:
 
 
 def _generate_s(recipe: Recipe, plan: Plan) -> float:
-    """The questions of one process: bytes and products at their rates, and what a decode step takes beside them."""
+    """The questions of one process: bytes and products at their rates, and what a decode step takes besides them."""
     rl, hardware, model = recipe.rl, plan.hardware, recipe.model
     rate, bandwidth = hardware.rate_tflops(plan.precision), hardware.bandwidth_bytes_per_s
     assert rl is not None
@@ -267,5 +267,5 @@ def _why(recipe: Recipe, row: Capacity) -> str:
         return "communication takes longer than the compute that could hide it"
     return (
         f"the batch leaves {row.tokens / row.gpus:,.0f} tokens to each GPU, too few to fill its passes:"
-        " a larger train.batch_size is another training"
+        " a larger train.batch_size would change the training"
     )

@@ -3,7 +3,7 @@ should give.
 
     plan = make_plan(recipe, hardware)         # planner.py
     plan.micro_batch                           # 64
-    plan.why["micro_batch"]                    # Why(reason="65,536 tokens a pass, ...", source="rule")
+    plan.why["micro_batch"]                    # Why(reason="65,536 tokens per pass, ...", source="rule")
     save(plan, path); load(path)               # plan.json, read strictly
 
 A plan never changes the training: micro_batch x accumulation x world_size is the recipe's batch, exactly.
@@ -34,7 +34,7 @@ Source = Literal["rule", "measurement", "recipe", "user", "environment", "profil
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What the planner needs to know of one device: a GPU, or a CPU with its memory."""
+    """What the planner needs to know about one device: a GPU, or a CPU with its memory."""
 
     title: str
     kind: Literal["cuda", "cpu"]
@@ -58,7 +58,7 @@ class Hardware:
     """Where the figures come from, in words."""
 
     def rate_tflops(self, precision: str) -> float | None:
-        """What matrix products can reach: the measured rate, else 75 % of the datasheet's (H200: 72 to 78 %)."""
+        """The rate that matrix products can reach: the measured rate, else 75 % of the datasheet's (H200: 72 to 78 %)."""
         if precision in self.measured_tflops:
             return self.measured_tflops[precision]
         peak = self.peak_tflops.get(precision)
@@ -191,7 +191,7 @@ def check_fit(plan: Plan, recipe: Recipe, world_size: int) -> None:
         )
     if plan.world_size != world_size:
         raise ConfigError(
-            f"the plan is for {plan.world_size} process(es), this run has {world_size}: make it again"
+            f"the plan is for {plan.world_size} process(es), but this run has {world_size}: make it again"
         )
     share = plan.micro_batch * plan.accumulation
     if share * plan.world_size != recipe.rows_per_update:

@@ -125,7 +125,7 @@ class _Decider:
         return _rule(
             "fp16",
             f"compute capability {_dotted(capability)} has no bf16; fp16 with a loss scaler, which costs one"
-            " host sync an update",
+            " host sync per update",
         )
 
     def possible(self, name: str, value: Any) -> None:
@@ -332,7 +332,7 @@ class _Decider:
         kept = "activations fit, and recomputing them costs up to a third of the step"
         if self.recipe.feedback is not None:
             kept = "feedback alignment runs each block a second time and holds the activations of one"
-        traded = f"activations do not fit at {THIN_PASS_TOKENS:,} tokens a pass without it; "
+        traded = f"activations do not fit at {THIN_PASS_TOKENS:,} tokens per pass without it; "
         cost = {
             "none": kept,
             "selective": traded + "cheap operations are redone",
@@ -347,7 +347,7 @@ class _Decider:
         micro, seq_len, profile = best[0], longest_row(self.recipe), self.outside.profile
         have, limit = self.hardware.memory_bytes, FULL_PASS_TOKENS[self.hardware.kind]
         fits = (
-            f"{'' if self.pretraining else 'at most '}{micro * seq_len:,} tokens a pass, predicted peak {self._memory(*best).total / 2**30:.1f} of"
+            f"{'' if self.pretraining else 'at most '}{micro * seq_len:,} tokens per pass, predicted peak {self._memory(*best).total / 2**30:.1f} of"
             f" {have / 2**30:.1f} GiB"
         )
         larger = next((d for d in range(micro + 1, min(share, limit // seq_len) + 1) if share % d == 0), None)
@@ -381,7 +381,7 @@ class _Decider:
             return _rule(max(1, min(4, cores - 1)), free)
         if not self.pretraining:
             return _rule(1, "packing a batch of examples takes less than its update")
-        return _rule(1, "reading memory-mapped tokens takes a few milliseconds an update, beside the step")
+        return _rule(1, "reading memory-mapped tokens takes a few milliseconds per update, during the step")
 
     def prefetch(self) -> Decision:
         return _rule(2, "one batch in use, one ready; more only hides a loader that is too slow on average")
@@ -412,7 +412,7 @@ class _Decider:
             chosen = _rule(fitting, f"{each / 2**20:,.1f} MiB of keys and values each fill the memory")
         else:
             whole = most < MOST_SLOTS[self.hardware.kind]
-            few = "more sequences bring few more tokens a second"
+            few = "more sequences add few tokens per second"
             chosen = _rule(most, "all answers of a step together" if whole else few)
         return bounded_slots(chosen, self.outside, pin=self._pin("slots"))
 

@@ -21,7 +21,7 @@ from redline.plan.plan import Hardware, Plan
 MEMORY_SHARE = 0.92
 """Share of a device's memory that a plan may fill; the rest is for context, workspaces and fragmentation."""
 RL_GENERATION_SHARE = 0.4
-"""Share of the device's memory that an engine may take if it stays open beside the training (RL)."""
+"""Share of the device's memory that an engine may take if it stays open during training (RL)."""
 OWN_COPY_SHARE = 0.5
 """Share of the usable memory that weights, gradients and optimiser state may take for every node to have a copy: activations need
 the rest."""

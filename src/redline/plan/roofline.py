@@ -22,10 +22,10 @@ FAVOR_SHARE = {"cuda": 0.115, "cpu": 1.0}
 """The same for kernel attention, whose exponentials and sums take longer than its products (H200, 512 to 8,192
 tokens)."""
 COPY_SHARE = {"cuda": 0.6, "cpu": 1.0}
-"""What element-wise kernels reach of the bandwidth: an H200 of its datasheet's, a CPU of a measured copy's."""
+"""Share of the bandwidth that element-wise kernels reach: on an H200 of the datasheet's, on a CPU of a measured copy's."""
 LAUNCHES_A_LAYER = 125
 """Launches of tiny kernels that cost the host as much as a layer in a pass, forward and backward: 124M on an H200,
-compiled, took 16 ms a pass where a launch took 10.3 us (benchmarks/closed-loop)."""
+compiled, took 16 ms per pass where a launch took 10.3 us (benchmarks/closed-loop)."""
 LAUNCH_S = 10e-6
 """Seconds per launch where none was measured: the host of the H200 above."""
 UPDATE_LAUNCHES = 1_450
@@ -33,7 +33,7 @@ UPDATE_LAUNCHES = 1_450
 sequences took that host 25.2 to 33.8 ms, 15 to 23 more than a pass (LOG.md); we take the least, so that what is captured
 does pay."""
 CAPTURE_S = 2.0
-"""What capturing an update costs at the start of a run, at most (an H200: 1 to 2 s)."""
+"""Most seconds that capturing an update costs at the start of a run (an H200: 1 to 2 s)."""
 MOST_CAPTURED_PASSES = 8
 """Passes in one graph, unless it is pinned: each adds a thousand kernels to what is captured and kept."""
 FILL_S, RATED_TOKENS = 0.31e-3, 65_536
@@ -59,7 +59,7 @@ def attainable_tokens_per_s(
 
 
 def launch_s(recipe: Recipe, hardware: Hardware) -> float:
-    """What the host of a GPU needs to launch one pass: no pass is faster, however few its tokens."""
+    """The time the host of a GPU needs to launch one pass: no pass is faster, however few its tokens."""
     return LAUNCHES_A_LAYER * recipe.model.num_layers * (hardware.launch_latency_s or LAUNCH_S)
 
 
@@ -96,7 +96,7 @@ def launch_bound(recipe: Recipe, plan: Plan) -> bool:
 def roofline_tokens_per_s(
     recipe: Recipe, hardware: Hardware, world_size: int, values: dict[str, Any]
 ) -> float | None:
-    """The same if passes were so large that neither launches nor the edges of kernels counted."""
+    """The same for passes so large that neither launches nor the edges of kernels count."""
     rate, bandwidth = hardware.rate_tflops(values["precision"]), hardware.bandwidth_bytes_per_s
     dense = hardware.rate_tflops("bf16" if values["precision"] == "fp8" else values["precision"])
     if rate is None or dense is None or bandwidth is None:

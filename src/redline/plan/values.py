@@ -37,7 +37,7 @@ NEEDED_CAPABILITY = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
 
 
 def needs_cuda(_recipe: Recipe, hardware: Hardware, _beside: Beside) -> str | None:
-    return None if hardware.kind == "cuda" else "needs a CUDA device, and this is a CPU"
+    return None if hardware.kind == "cuda" else "needs a CUDA device, but this is a CPU"
 
 
 def _capability(needed: tuple[int, int], what: str) -> Need:
@@ -105,7 +105,7 @@ def _steady_shapes(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str 
 
 
 def _steady_update(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
-    """As config/rules.py refuses it in a recipe."""
+    """Why a graph cannot repeat the update, as config/rules.py refuses it in a recipe."""
     if recipe.feedback is not None:
         return "feedback alignment runs a backward inside a backward, which is not captured"
     warms_up = recipe.train.orthogonality and recipe.train.orthogonality_warmup_steps

@@ -88,7 +88,7 @@ class Exporter:
             try:
                 self._queue.put_nowait((time.time(), line))
             except queue.Full:
-                self._say(f"is slower than the run: {QUEUE_LINES:,} lines wait, and lines are left out now")
+                self._say(f"is slower than the run: {QUEUE_LINES:,} lines are waiting, so some are left out")
 
     def event(self, kind: str, facts: dict[str, Any]) -> None:
         """Events are not exported."""
@@ -104,7 +104,7 @@ class Exporter:
             self._say(f"did not finish within {CLOSE_LIMIT_S:.0f} s of the end")
 
     def _say(self, what: str) -> None:
-        """The first trouble only: what follows follows from it."""
+        """Report only the first problem: the rest follows from it."""
         if not self._said:
             self._said = True
             self._warn(f"{self._sink.title} {what}; metrics.jsonl holds every line")
@@ -156,7 +156,7 @@ class TensorBoard:
             self._file.write(self._event.Event(**fields).SerializeToString())
             self._file.flush()
         except OSError:
-            with contextlib.suppress(OSError):  # or the garbage collector flushes again and complains
+            with contextlib.suppress(OSError):  # otherwise the garbage collector flushes again and complains
                 self._file.close()
             raise
 

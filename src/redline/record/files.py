@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from redline.errors import DataError, RedlineError, StorageError
 
 T = TypeVar("T")
-# Far over what we write (a month of metrics, the largest tokenizer); well under what would fill a machine.
+# Far more than we write (a month of metrics, the largest tokenizer); far less than would fill a machine.
 LARGEST_BYTES = 1 << 30
 _LONG_NUMBER = re.compile(r"\d{19}")
 WAY_OUT = "correct the file, or move it away"
@@ -129,7 +129,7 @@ def write_atomic(path: Path, text: str) -> None:
 def check_vacant(folder: Path, what: str) -> None:
     """Refuse a folder that is not empty: the files would mix."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise StorageError(f"{what} needs a new folder, {folder} already exists: remove it or choose another")
+        raise StorageError(f"{what} needs a new folder, but {folder} exists: remove it or choose another")
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from redline.record.units import format_duration
 WARM_UP = 5
 BLOCKS = 6
 SILENT_AFTER_S = 60.0
-"""After no line for this long, and for ten updates, the process may be gone: a killed run cannot record its end."""
+"""With no line for this long, and for ten updates, the process may be gone: a killed run cannot record its end."""
 RECORDS = ("recipe.toml", "metrics.jsonl", "events.jsonl", "ablation.json", "trials.jsonl")
 """A run folder has one of these."""
 GROWING = ("metrics.jsonl", "events.jsonl", "samples.db", "samples.db-wal", "recipe.toml")
@@ -112,12 +112,12 @@ class Run:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """What was computed: losses compare only if it is the same."""
+        """What was computed: losses are comparable only if it is the same."""
         return self.typed.fingerprint if self.typed else None
 
     @cached_property
     def work(self) -> str | None:
-        """The work of one update: speeds compare only if it is the same."""
+        """The work of one update: speeds are comparable only if it is the same."""
         planned = self.plan.get("work")
         return planned if isinstance(planned, str) else self.typed.work if self.typed else None
 
@@ -156,7 +156,7 @@ class Run:
 
     @property
     def planned_updates(self) -> int | None:
-        """As the last attempt counted them, else the last stage, else the recipe."""
+        """Planned updates, as the last attempt counted them, else the last stage, else the recipe."""
         counted = values(self.attempts[-1:], "updates")
         staged = values(self.told("stage")[-1:], "total_steps")
         told = (*counted, *staged, *values([table(self.recipe.get("train"))], "steps"))
@@ -202,7 +202,7 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """Everything in the folder; refuses a folder that is not a run's."""
-    lost = lost_owner(path)  # first: what it had to say is then there
+    lost = lost_owner(path)  # first, so that all that it wrote is there
     recipe_path = path / "recipe.toml"
     recipe = read_text(recipe_path, missing="")
     if not any(exists(path / name) for name in RECORDS):
@@ -210,7 +210,7 @@ def read_run(path: Path) -> Run:
         raise DataError(f"{path} is not a run folder ({missing}): give one of `redline train` or `rft run`")
     metrics, events = read_lines(metrics_path(path)), read_lines(RunFolder(path).events_path)
     if exists(recipe_path) and not recipe.strip() and (metrics or events):
-        raise DataError(f"{recipe_path} is empty, so what the run is cannot be told: put its recipe back")
+        raise DataError(f"{recipe_path} is empty, so nothing tells what the run is: put its recipe back")
     return Run(
         path=path,
         label=path.resolve().name,
@@ -315,7 +315,7 @@ def holes(lines: list[Line], end: int | None = None, begin: int = 0) -> list[tup
 
 
 def time_left_s(recent: list[Line], total_steps: float | None, max_hours: float | None) -> float | None:
-    """From the median of recent updates, which no checkpoint moves. None if the run has no planned end."""
+    """Time left by the median of recent updates, which no checkpoint moves. None if the run has no planned end."""
     step_s = values(recent, "step_s")
     if not step_s or not (total_steps or max_hours):
         return None
@@ -332,7 +332,7 @@ def silent_s(path: Path) -> float:
 
 
 def _state(events: list[Line]) -> State | None:
-    """From the last event that shows the state of the run."""
+    """The state by the last event that shows one."""
     for event in reversed(events):
         kind, why = event["event"], str(event.get("why", ""))
         if kind == "end":

@@ -51,7 +51,7 @@ def taken() -> dict[str, float]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around large imports. What they make lives on, but Python's collector looks through it again and again: a fifth of
+    """Wraps large imports. What they make lives on, but Python's collector looks through it again and again: a fifth of
     the time of `import torch`."""
     enabled = gc.isenabled()
     gc.disable()

@@ -1,8 +1,8 @@
 """Events in words: how a line of events.jsonl reads on every screen and page.
 
-    told("checkpoint", {"step": 500, "stalled_s": 0.009})      # checkpoint of update 500, 9 ms of training lost
+    told("checkpoint", {"step": 500, "stalled_s": 0.009})      # checkpoint of update 500, training stalled for 9 ms
 
-The sentences stand in events.toml.
+The sentences are in events.toml.
 """
 
 from contextlib import suppress
@@ -18,14 +18,14 @@ _VALIDATION = {
     "valid_bits_per_byte": "{:.4f} bits/byte",
 }
 BAD = ("failed", "process_died", "out_of_memory", "validation_out_of_memory", "updates_not_recorded")
-"""Shown in red."""
+"""Events shown in red."""
 LOST = ("died", "hung")
 """States of a worker that are, too."""
 _QUIET = ("at", "event", "exit_code")
 
 
 def told_validation(line: dict[str, Any]) -> list[str]:
-    """What a line says of a validation beside its loss: `perplexity 33.45 per token`, and so on."""
+    """What a line says about a validation besides its loss: `perplexity 33.45 per token`, and so on."""
     known = {name: line[name] for name in _VALIDATION if isinstance(line.get(name), int | float)}
     return [_VALIDATION[name].format(value) for name, value in known.items()]
 

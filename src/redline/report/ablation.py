@@ -1,4 +1,4 @@
-"""An ablation as a chart of claimed beside measured, from the rows of ablation.json. What a row does not say is left
+"""An ablation as a chart of claimed against measured, from the rows of ablation.json. What a row does not say is left
 blank. No torch, no HTML."""
 
 import math
@@ -80,7 +80,7 @@ class Ablation:
 
 
 def ablation(rows: list[Line]) -> list[Ablation]:
-    """The charts, one a workload and stage, all on one scale that holds every number and 1."""
+    """The charts, one per workload and stage, all on one scale that holds every number and 1."""
     measured = [number(row.get(key)) for row in rows for key in ("measured_ratio", "low", "high")]
     factors = [value for value in measured if value and value > 0]
     factors += [value for row in rows for value in _pair(row.get("claimed")) or ()]

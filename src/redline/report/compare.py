@@ -1,7 +1,7 @@
 """Whether runs can be compared, and the ratio of their speeds. No torch.
 
-Losses compare if the trainings are the same (one fingerprint). Validation losses of different recipes compare if data,
-tokenizer and validation set are the same. Speeds compare if the work of an update is the same,
+Losses are comparable if the trainings are the same (one fingerprint); validation losses of different recipes, if data,
+tokenizer and validation set are the same. Speeds are comparable if the work of an update is the same,
 on the same hardware. Different plans are no obstacle: they are what is being compared.
 """
 
@@ -16,15 +16,15 @@ from redline.report.figures import Summary
 Level = Literal["yes", "speed only", "loss only", "accuracy only", "no"]
 TITLES: dict[Level, str] = {
     "yes": "Comparable",
-    "speed only": "Speeds compare, losses do not",
-    "loss only": "Losses compare, speeds do not",
-    "accuracy only": "Accuracies compare, speeds and losses do not",
+    "speed only": "Speeds are comparable, losses are not",
+    "loss only": "Losses are comparable, speeds are not",
+    "accuracy only": "Accuracies are comparable, speeds and losses are not",
     "no": "Not comparable",
 }
 
 
 class Comparable:
-    """What of these runs compares, and why; where their recipes and plans differ, as `table.key: value | value`."""
+    """What can be compared between these runs, and why; where their recipes and plans differ, as `table.key: value | value`."""
 
     def __init__(self, runs: list[Run]) -> None:
         recipes = [
@@ -70,7 +70,7 @@ def _level(runs: list[Run]) -> tuple[Level, str]:
             "the recipes differ, but data, tokenizer and validation set are the same: this compares the validation losses"
             " of different recipes, at equal time or tokens"
         )
-        other = "an update is other work, so tokens/s say nothing (time to a loss does)"
+        other = "an update does other work, so tokens/s say nothing (time to a loss does)"
         return ("yes", f"{across}; {same}") if same_work else ("loss only", f"{across}; {other}")
     if same_work:
         return "speed only", f"{same}; the trainings differ"
@@ -78,7 +78,7 @@ def _level(runs: list[Run]) -> tuple[Level, str]:
 
 
 def _validated_alike(runs: list[Run]) -> bool:
-    """Whether these are pre-trainings that were validated on the same tokens."""
+    """Whether these are pre-training runs that were validated on the same tokens."""
     recipes = [run.typed for run in runs]
     read = {event.get("data") for run in runs for event in run.told("start")} - {None}
     if len(read) > 1 or not all(values(run.metrics, "valid_loss") for run in runs):

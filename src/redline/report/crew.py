@@ -1,7 +1,7 @@
 """Who does the work of a run: its processes and its workers, which of them are slow, and which died. No torch, no HTML.
 
 record/slowest.py says which process is slow. Workers do not wait for each other: a slow one delivers less than SLOW_RATE
-of the samples/s of the middle one.
+of the samples/s of the median one.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from redline.record.words import LOST, told
 
 SLOW_RATE = 0.7
 LISTED = 8
-"""Processes that are shown, those first that the others waited for longest."""
+"""Processes to show, those that the others waited for longest first."""
 
 
 class Member(NamedTuple):
@@ -66,12 +66,12 @@ def _processes(run: Run) -> Crew:
 
 
 def _workers(events: list[Line]) -> Crew:
-    """From the events `worker` and `workers`: what each delivered over all its lives, and how it stands."""
+    """The workers, from the events `worker` and `workers`: what each delivered over all its lives, and how it stands."""
     found: dict[str, list[Line]] = {}
     for event in events:
         if event["event"] == "worker" and isinstance(event.get("name"), str):
             found.setdefault(event["name"], []).append(event)
-        elif event["event"] == "workers":  # how far those have come that are there
+        elif event["event"] == "workers":  # progress of the workers that are there
             for name, done in table(event.get("delivered")).items():
                 if (own := found.get(name)) and own[-1].get("state") in ("joined", "working"):
                     own[-1] = {**own[-1], **table(done), "state": "working"}
@@ -83,7 +83,7 @@ def _workers(events: list[Line]) -> Crew:
         lost = Counter(str(event["state"]) for event in own if event.get("state") in LOST)
         slow = rate is not None and rate < SLOW_RATE * middle
         notes = [f"{state} {n} times" if n > 1 else f"{state} once" for state, n in lost.items()]
-        notes += [f"is slow: the middle worker delivers {exact(middle)} samples/s"] if slow else []
+        notes += [f"is slow: the median worker delivers {exact(middle)} samples/s"] if slow else []
         notes += [str(own[-1]["why"])] if own[-1].get("why") else []
         work = f"{sum(number(e.get('samples')) or 0 for e in own):,.0f} samples"
         speed = f"{work}, {exact(rate)} samples/s" if rate is not None else ""
@@ -93,6 +93,6 @@ def _workers(events: list[Line]) -> Crew:
 
 
 def _rate(own: list[Line]) -> float | None:
-    """Samples a second over all lives of a worker, as far as they are told."""
+    """Samples a second over all lives of a worker, as far as they are recorded."""
     spent_s = sum(number(event.get("seconds")) or 0.0 for event in own)
     return sum(number(event.get("samples")) or 0.0 for event in own) / spent_s if spent_s else None

@@ -28,7 +28,7 @@ NOT_IN_ALL = set(PHASES) - {"forward_s", "backward_s", "optimizer_s"}
 
 
 class Speed:
-    """How fast, beside what the plan predicts is possible."""
+    """How fast, compared with what the plan predicts is possible."""
 
     def __init__(self, run: Run) -> None:
         precision = _precision(run)
@@ -39,9 +39,9 @@ class Speed:
         self.unit = METRICS[run.rate].unit
         """tokens/s, or rows/s in fine-tuning."""
         self.update, self.step_s = run.speed, run.typical("step_s")
-        """Of the updates alone."""
+        """Speed of the updates alone."""
         self.whole_run = run.whole_run_speed
-        """With compilation, validations and checkpoints."""
+        """Speed with compilation, validations and checkpoints."""
         self.mfu, self.mfu_note = run.typical("mfu"), "no datasheet peak is known"
         if peak:
             self.mfu_note = f"{each} {peak:,.0f} TFLOP/s, dense {dtype} datasheet peak"
@@ -162,7 +162,7 @@ def _training_parts(run: Run) -> list[TimePart]:
         *_update_parts(run, step_s - first_s - wait_s),
         TimePart("data wait", wait_s, "waiting for the loader"),
         TimePart("first updates", first_s, warm_up),
-        TimePart("checkpoints", stalled_s, "stalls of the loop; writing goes on in parallel"),
+        TimePart("checkpoints", stalled_s, "stalls of the loop; writing continues in parallel"),
         TimePart(rest, total_s - step_s - stalled_s, "training time outside updates and checkpoints"),
     ]
     return [part for part in parts if part.elapsed_s > 0]

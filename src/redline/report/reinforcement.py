@@ -23,16 +23,16 @@ from redline.record.units import DASH, factor, format_bytes, format_duration, fo
 from redline.report.compare import Comparable
 
 FIGURES = {
-    "response_tokens": ("tokens of an answer", "{:.0f}".format),
+    "response_tokens": ("tokens per answer", "{:.0f}".format),
     "cut_share": ("answers cut off", format_share),
     "entropy": ("entropy, nats/token", "{:.3f}".format),
-    "kl": ("KL from the start, nats/token", "{:.4f}".format),
+    "kl": ("KL from the initial model, nats/token", "{:.4f}".format),
     "clip_share": ("tokens clipped", format_share),
     "logprob_gap": ("engine against trainer, nats/token", "{:.2g}".format),
     "versions_behind": ("versions behind", "{:.2g}".format),
-    "beside_s": ("drawn beside the update, s/step", "{:.2f}".format),
+    "beside_s": ("drawn during the update, s/step", "{:.2f}".format),
 }
-"""Shown beside the rewards, in this order."""
+"""Metrics shown beside the rewards, in this order."""
 READ = 64
 """Questions of the last step that sample answers are taken from."""
 
@@ -161,7 +161,7 @@ def said(path: Path, domains: list[str]) -> list[Said]:
 
 
 def _first_lines(path: Path) -> list[str]:
-    """Not by `read_text`: these are examples, and bytes that are not UTF-8 need not cost the report."""
+    """Read leniently, not by `read_text`: these are examples, and bytes that are not UTF-8 need not cost the report."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             return list(islice(lines, READ))

@@ -14,9 +14,9 @@ from redline.report.figures import without_number
 
 AXES = ("step", "tokens", "elapsed_s")
 MOST_UPDATES = 800
-"""Drawn one by one up to here."""
+"""Most updates that are drawn one by one."""
 MOST_POINTS = 350
-"""Of a thinned curve, which has three numbers a point."""
+"""Most points of a thinned curve, which has three numbers per point."""
 DIGITS = {"loss": 6}
 """The others show four at most; more would only make the page longer."""
 
@@ -51,10 +51,10 @@ CHARTS = {
     "data_wait_s": Chart("Data wait", "duration"),
     "padding_share": Chart("Padding", "share"),
     "accuracy": Chart("Correct sampled answers", "share", main=True, smooth=True),
-    "response_tokens": Chart("Tokens of an answer", "plain", main=True),
+    "response_tokens": Chart("Tokens per answer", "plain", main=True),
     "cut_share": Chart("Answers cut off", "share"),
     "entropy": Chart("Entropy", "plain"),
-    "kl": Chart("KL from the model at the start", "plain"),
+    "kl": Chart("KL from the initial model", "plain"),
     "clip_share": Chart("Tokens clipped", "share"),
     "logprob_gap": Chart("Engine against trainer", "plain"),
     "lr": Chart("Learning rate", "plain"),

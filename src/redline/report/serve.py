@@ -107,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n")
         except ValueError:  # not an address
             pass
-        return self._answer(HTTPStatus.NOT_FOUND, "there is / and /lines?generation=G&offset=N\n")
+        return self._answer(HTTPStatus.NOT_FOUND, "this server has / and /lines?generation=G&offset=N\n")
 
     def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain") -> None:
         body = text.encode()

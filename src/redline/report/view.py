@@ -98,7 +98,7 @@ def views(folders: list[Path]) -> list[RunView]:
 
 
 def findings(run: Run) -> tuple[list[Finding] | None, str]:
-    """The findings, the most valuable first (None if there is nothing to diagnose), and what is said beside them."""
+    """The findings, the most valuable first (None if there is nothing to diagnose), and what to say beside them."""
     if not run.metrics and not run.told("sampling_end"):
         return None, ""
     observed = own.observed(run)
@@ -276,7 +276,7 @@ def accuracies(evaluations: list[dict[str, Any]]) -> list[Test]:
 
 
 def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
-    """The comparison: one row a figure, one cell a run; speeds that compare also as a factor of the first
+    """The comparison: one row per figure, one cell per run; comparable speeds also as a factor of the first
     run's."""
     all_ = [run.summary for run in runs]
     rft = all(s.workload == "rft" for s in all_)

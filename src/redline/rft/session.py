@@ -101,11 +101,11 @@ class Session:
     """Where samples are drawn; None: here."""
     exporters: Exporters = lambda record, resume_step: ()
     opening_s: float = 0.0
-    """Spent on opening models."""
+    """Time spent on opening models."""
     slots: int = 0
-    """Of the last engine."""
+    """Slots of the last engine."""
     most_slots: int | None = None
-    """After running out of memory: the most that the next engine may have."""
+    """After running out of memory: the most slots that the next engine may have."""
     _open: dict[str, Speaker] = field(default_factory=dict)
 
     def event(self, kind: str, **facts: Any) -> None:
@@ -168,11 +168,11 @@ class Session:
         return weights_fingerprint(open_weights(Path(place.sampler)))
 
     def forget_model(self) -> None:
-        """Open the model again when it is next needed, because a training has changed it."""
+        """Open the model again when it is next needed, because training has changed it."""
         self._open.pop(self.start, None)
 
     def drop_adapters(self) -> None:
-        """Go back to the model as it was opened if a training in this session put adapters on it."""
+        """Go back to the model as it was opened if training in this session put adapters on it."""
         if self.start in self._open and lora_layers(self.model.model):
             self.forget_model()
 
@@ -238,7 +238,7 @@ class Session:
         return LocalEngine(speaker.model, speaker.tokenizer, **how)
 
     def _slots(self, fitting: int, sequences: int) -> tuple[int, Why]:
-        """As many as fit and pay here, at most one for each sequence, within the bounds."""
+        """As many slots as fit and pay here, at most one per sequence, within the bounds."""
         chosen = fitting, Why(reason="what the free memory holds, as far as it pays", source="measurement")
         if sequences < fitting:
             chosen = sequences, Why(reason="as many as there are sequences to generate", source="rule")
@@ -251,7 +251,7 @@ class Session:
         return slots, why
 
     def sampling_engine(self, asked: Sequence[Asked], *, sequences: int) -> Engine:
-        """What writes the samples: the server that the recipe names, workers on Ray, or an engine here."""
+        """The engine that writes the samples: the server that the recipe names, workers on Ray, or an engine here."""
         place = self.recipe.sample
         if place.server is None:
             return self.engine(self.sampler, asked, sequences=sequences, on_ray=self.on_ray)

@@ -84,7 +84,7 @@ class Sample(NamedTuple):
     answer: str | None
     reason: str | None
     reasoning_key: str | None
-    """Equal for correct answers that say the same in another spelling; None for others."""
+    """A key that is equal for correct answers that differ only in spelling; None for others."""
     seed: int
     at: float
     ids: bytes | None = None
@@ -117,7 +117,7 @@ class Store:
     """A samples.db. Made for one writer; used from one thread at a time."""
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
-        """With `create` for a writer, which makes the file if there is none; else for a reader."""
+        """`create`: open for a writer, which makes the file if there is none; else for a reader."""
         self.path = path
         if not create and not path.is_file():
             rounds = len(list(path.parent.glob("round-*")))
@@ -154,7 +154,7 @@ class Store:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, SCHEMA_VERSION):
             raise DataError(
-                f"{self.path} has layout {version}, and this Redline reads {SCHEMA_VERSION}: use the version that wrote"
+                f"{self.path} has layout {version}, but this Redline reads {SCHEMA_VERSION}: use the version that wrote"
                 " it"
             )
         if version == 0:
@@ -189,7 +189,7 @@ class Store:
         }
         if len(rows) < len(questions):
             raise DataError(
-                f"a task must give every question of a split its own id, and {len(questions) - len(rows)} came twice"
+                f"a task must give every question of a split its own id, but {len(questions) - len(rows)} came twice"
             )
         with self._transaction():
             known = dict(self._db.execute("SELECT id, text || char(10) || answer FROM questions"))
@@ -318,7 +318,7 @@ _SPACE = re.compile(r"\s+")
 
 
 def reasoning_key(text: str) -> str:
-    """Equal for answers that differ only in case, white space, how numbers are written (1,000 = 1000.0) or a full stop."""
+    """A key that is equal for answers that differ only in case, white space, how numbers are written (1,000 = 1000.0) or a full stop."""
     plain = _NUMBER.sub(_plain_number, _SPACE.sub(" ", text.strip().lower()))
     return hashlib.blake2b(plain.rstrip(" .,;:!").encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 

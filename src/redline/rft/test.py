@@ -1,7 +1,7 @@
 """The test stage: greedy answers to held-out questions, before fine-tuning and after, with accuracy, answer
 rate and their intervals.
 
-    line = run_test(session, "base")         # or "samples", "answers": the weights that a training gave
+    line = run_test(session, "base")         # or "samples", "answers": the weights from training
     line["accuracy"], line["accuracy_low"], line["accuracy_high"], line["n"]
 
 Each result is a line of evaluations.jsonl and is not computed twice. Questions that ask for the same conversion as a

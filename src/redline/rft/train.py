@@ -38,7 +38,7 @@ On = Literal["samples", "answers"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a training keeps its record and its result."""
+    """Where a training run keeps its record and its result."""
 
     record: Path
     adapter: Path
@@ -80,7 +80,7 @@ def train(session: Session, on: On) -> dict[str, Any]:
     if (finished := read_done(place)) is not None:
         if finished["fingerprint"] != fingerprint:
             raise ConfigError(
-                f"{place.record} was trained on other examples than there are now: give another --run, or delete it"
+                f"the examples have changed since {place.record} was trained: give another --run, or delete it"
             )
         return finished
     session.drop_adapters()
@@ -174,7 +174,7 @@ def _examples(session: Session, on: On) -> list[Example]:
 
 
 def _kept(session: Session, questions: dict[str, Question]) -> list[tuple[Question, str, bytes | None]]:
-    """What is trained on: the question, the text, and its token ids if sampler and model share a tokenizer."""
+    """What to train on: the question, the text, and its token ids if sampler and model share a tokenizer."""
     with Store(session.folder.path / "samples.db", create=False) as store:
         source, settings = store.latest()
         ours = session.recipe.sampling
@@ -209,7 +209,7 @@ def _nothing_correct(store: Store, source: Source) -> str:
 
 def _check_writer(session: Session, source: Source, samples: Path) -> None:
     """Refuse samples of other weights than those the recipe names now. A sampler that is gone has done its work: the
-    user is told that it cannot be compared, and training goes on."""
+    user is told that it cannot be compared, and training continues."""
     place = session.recipe.sample
     try:
         writer = session.writer

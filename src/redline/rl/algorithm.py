@@ -57,18 +57,18 @@ class Part:
     """One update of a rollout."""
 
     passes: list[tuple[str, list[Row]]]
-    """Of this process: whose gradients they are, and the rows."""
+    """The rows of this process, with the group whose gradients they are."""
     targets: float
-    """Of all processes."""
+    """Targets of all processes."""
     shared_tokens: int
-    """Of all processes: prompts read with another row's."""
+    """Prompt tokens of all processes that were read with another row's."""
 
 
 class Algorithm(NamedTuple):
     advantages: Callable[[Group, Sequence[float]], Sequence[float | None]]
-    """Of a group's answers, from their rewards; None for an answer that teaches nothing."""
+    """The advantages of a group's answers, from their rewards; None for an answer that teaches nothing."""
     loss: Callable[[Tensor, Columns, RlConfig], Numbers]
-    """The loss and what else is told, as sums over the tokens."""
+    """The loss and what else to report, as sums over the tokens."""
 
     def rows(self, group: Group, rewards: Sequence[float]) -> list[Row]:
         """The answers of a group to learn from."""

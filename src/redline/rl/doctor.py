@@ -38,14 +38,14 @@ COMPARED = 16
 BESIDE = 8
 """Tokens of one answer that are shown with both."""
 RARELY = 0.05
-"""Correct answers below which an unknown form is the first thing to mend; above it the rewards teach the form."""
+"""Correct answers below which an unknown form is the first thing to fix; above it the rewards teach the form."""
 WIDE_GAP = 0.05
-"""Nats a token between engine and trainer that are more than bf16 rounds (H200, 360M: 0.004)."""
+"""Nats per token between engine and trainer that are more than bf16 rounds (H200, 360M: 0.004)."""
 
 
 @dataclass(frozen=True)
 class DomainReport:
-    """Shares are of the answers, `even` of the groups."""
+    """Shares of the answers; `even` is a share of the groups."""
 
     name: str
     answers: int
@@ -58,7 +58,7 @@ class DomainReport:
     cut: float
     """The answer ran out of tokens."""
     tokens: float
-    """Of an answer, mean."""
+    """Mean tokens of an answer."""
     failed: int
     """Answers whose scorer failed."""
     scoring_s: float
@@ -86,11 +86,11 @@ class Report:
     memory_bytes: int
     generate_tokens_per_s: float
     generate_s: float
-    """Of a whole step of the recipe, as fast as here."""
+    """Generation of a whole step of the recipe, at the speed seen here."""
     scoring_s: float
-    """Of a whole step, hidden behind generation as far as it is shorter."""
+    """Scoring of a whole step; overlaps with generation."""
     update_s: float | None
-    """Of a whole step, by the plan's prediction; None where it makes none."""
+    """The update of a whole step, as the plan predicts it; None if it does not."""
     sandbox: str
     """The layer that holds generated programs, and what it leaves open."""
     advice: list[str]
@@ -101,7 +101,7 @@ def examine(recipe: Recipe, plan: Plan, process: Process, *, questions: int) -> 
     rl = recipe.rl
     assert rl is not None
     if process.world_size > 1:
-        raise ConfigError(f"`redline rl doctor` looks with one process, and there are {process.world_size}")
+        raise ConfigError(f"`redline rl doctor` needs one process, but there are {process.world_size}")
     asked = replace(recipe.train, batch_size=questions * len(rl.domains))
     little = replace(recipe, train=asked, rl=replace(rl, refills=0, weights=(), updates_per_rollout=1))
     base = open_weights(Path(recipe.model.init_from or ""))
@@ -182,7 +182,7 @@ def advice(report: Report, rl: RlConfig) -> Iterator[str]:
     if report.gap is not None and report.gap.mean > WIDE_GAP:
         correction = "keep rl.importance_cap" if rl.importance_cap else "set rl.importance_cap"
         yield (
-            f"Engine and trainer differ by {report.gap.mean:.3f} nats a token: {correction}, or try plan.precision=fp32."
+            f"Engine and trainer differ by {report.gap.mean:.3f} nats per token: {correction}, or try plan.precision=fp32."
         )
     if report.scoring_s > report.generate_s:
         yield (
@@ -201,7 +201,7 @@ def _advice(domain: DomainReport, rl: RlConfig) -> Iterator[str]:
         )
     if domain.unread > 0.5 and domain.solved < RARELY:
         yield (
-            f"no answer was found in {domain.unread:.0%} of the texts: show the form with prompt.shots, or teach it"
+            f"no answer was found in {domain.unread:.0%} of the texts: show the format with prompt.shots, or teach it"
             " first with `redline rft run` or `redline finetune`."
         )
     elif not domain.solved:

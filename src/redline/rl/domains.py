@@ -71,7 +71,7 @@ class Domains:
         return drawn[number]
 
     def seed(self, step: int, key: Key) -> int:
-        """Seeds the answers to that question."""
+        """The seed of the answers to that question."""
         text = "/".join(map(str, (self.recipe.train.seed, step, *key)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
@@ -128,7 +128,7 @@ class Domains:
             yield scored()
 
     def _text(self, task: Task, completion: Completion) -> str:
-        """What was said; a stop string is cut off a completion, and the end of an answer belongs to it."""
+        """The text of an answer: the engine cuts a stop string off, but the end of an answer belongs to it."""
         said, end = completion.text, task.end
         closed = end and end not in said and end in self.tokenizer.decode(list(completion.tokens))
         return said + end if closed else said
@@ -165,7 +165,7 @@ class _Heard(NamedTuple):
 
 
 def _sample(task: Task, heard: _Heard) -> Sample:
-    """An answer that was cut may read as a correct one; it is none."""
+    """An answer that was cut may read as correct; it does not count as such."""
     completion, verdict = heard.completion, heard.verdict.result()
     whole = task.finished(heard.text, completion.finish)
     return Sample(

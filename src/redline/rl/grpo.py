@@ -1,10 +1,10 @@
-"""GRPO: an answer is as good as its reward stands above its group's, in standard deviations. The loss is PPO's clipped
+"""GRPO: the advantage of an answer is how far its reward lies above its group's mean, in standard deviations. The loss is PPO's clipped
 one, averaged over all tokens of the update, as DAPO and TRL (`loss_type="dapo"`) have it.
 
     advantages(group, [1.0, 0.0, 0.0, 0.0])      # [1.5, -0.5, -0.5, -0.5], nearly
     policy_loss(logprobs_A, columns, rl)         # {"loss": ..., "clip_share": ..., ...}, sums over the tokens
 
-With one update a rollout the old log-probabilities are the forward's own, detached: the ratio is 1 and only its
+With one update per rollout the old log-probabilities are the forward's own, detached: the ratio is 1 and only its
 gradient counts. What the engine computes differently is corrected by a truncated importance weight on each token.
 """
 
@@ -23,8 +23,8 @@ SMALLEST_STD = 1e-4
 
 
 def advantages(group: Group, rewards: Sequence[float]) -> list[float] | list[None]:
-    """How far each reward stands above the group's mean, in (sample) standard deviations. Answers that are all as good
-    have no advantage over each other."""
+    """How far each reward lies above the group's mean, in (sample) standard deviations. Equally good answers have no
+    advantage over each other."""
     if max(rewards) == min(rewards):
         return [None] * len(rewards)
     mean, scale = fmean(rewards), stdev(rewards) + SMALLEST_STD

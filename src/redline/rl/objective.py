@@ -1,6 +1,6 @@
 """A rollout becomes updates: rows packed into passes by a budget of tokens, the algorithm's loss on each.
 
-The budget is the plan's micro-batch times the longest row, so short answers fill a pass as well as long ones.
+The budget is the plan's micro-batch times the longest row, so short answers fill a pass just like long ones.
 Every process computes as many passes as the one that has the most, because a sharded model must run on all of them
 together; a pass without rows counts for nothing. Within a pass the answers to a question share its prompt: everything
 but attention reads it once (train.packed.pack_once).

@@ -10,8 +10,8 @@ dtype, and adapters are merged in place while it speaks. Spread over several pro
 a model that each process holds whole, because generation is its own business on each. The engine stays open between
 the steps: its slots and CUDA graphs are made once.
 
-With workers apart from the trainer (engine/ray.py) answers can be drawn beside an update. Validations stay with the
-engine here: they need the newest weights, and workers go on with the next step.
+With workers apart from the trainer (engine/ray.py) answers can be drawn during an update. Validations stay with the
+engine here: they need the newest weights, and workers continue with the next step.
 """
 
 import time
@@ -65,7 +65,7 @@ class Policy:
         self.tokenizer, self.stop_ids = opened.tokenizer, stop_ids(opened.loaded, opened.tokenizer)
         self.whole = model if process.world_size == 1 else self._copy()
         self.weights_s = 0.0
-        """Spent on putting the weights into the engine, over its life."""
+        """Time spent on putting the weights into the engine, over its life."""
         self._engine: LocalEngine | None = None
         self._workers: RayEngine | None = None
         self._told: deque[tuple[str, dict[str, Any]]] = deque()
@@ -113,7 +113,7 @@ class Policy:
         return self._engine
 
     def settings(self) -> dict[str, Any]:
-        """Of an engine for this policy."""
+        """Settings of an engine for this policy."""
         return {
             "slots": self.slots,
             "max_prompt_tokens": self.rl.max_prompt_tokens,
@@ -124,7 +124,7 @@ class Policy:
         }
 
     def fewer_slots(self, error: torch.OutOfMemoryError) -> None:
-        """Memory ran out while generating: go on with half of the slots."""
+        """Memory ran out while generating: continue with half of the slots."""
         if self.on is not None:
             raise MachineError(
                 f"a worker ran out of memory with {self.slots} slots: set plan.slots={self.slots // 2}"
@@ -182,7 +182,7 @@ class Policy:
 
 def _check_workers(process: Process, rl: RlConfig) -> None:
     if process.world_size > 1:
-        raise ConfigError(f"--on ray needs one training process, and there are {process.world_size}")
+        raise ConfigError(f"--on ray needs one training process, but there are {process.world_size}")
     if rl.max_versions_behind and not rl.importance_cap:
         raise ConfigError(
             f"with rl.max_versions_behind {rl.max_versions_behind} answers come from older weights, which"

@@ -1,11 +1,11 @@
-"""PPO with a critic: a second model of the same size, with a value instead of a vocabulary, says at every token what
-the answer will earn; what it earns more is the token's advantage (GAE).
+"""PPO with a critic: a second model of the same size, with a value instead of a vocabulary, predicts at every token what
+the answer will earn; what it earns beyond that is the token's advantage (GAE).
 
     critic = make_critic(base, recipe, plan, process)
     critic.expect(passes)            # values, advantages and returns into the rows' columns
     critic.improve(part)             # the critic's own update
 
-Discount 1 and lambda 0.95, the value loss clipped at 0.2 around the old value: TRL's defaults. The reward stands at
+Discount 1 and lambda 0.95, the value loss clipped at 0.2 around the old value: TRL's defaults. The reward is at
 the last token. Advantages are whitened over the rollout, on all processes together.
 
 Shapes: A answer tokens of a packed row.
@@ -38,13 +38,13 @@ VALUE_CLIP = 0.2
 
 
 PPO = Algorithm(lambda group, rewards: [0.0] * len(rewards), policy_loss)
-"""The critic learns from every answer, and says the advantages."""
+"""The critic learns from every answer, and sets the advantages."""
 
 
 def generalised_advantages(
     reward: float, values: NDArray[np.floating]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Advantages and returns of an answer whose reward stands at its last token."""
+    """Advantages and returns of an answer whose reward is at its last token."""
     advantages = np.zeros(len(values))
     after, value_after = 0.0, 0.0
     for t in reversed(range(len(values))):
@@ -80,7 +80,7 @@ class Critic:
 
     @torch.no_grad()
     def expect(self, passes: Iterable[Sequence[Row]]) -> None:
-        """Say what every token of this process's rows should earn, and from that how good it was."""
+        """Predict what every token of this process's rows should earn, and from that how good it was."""
         own = []
         for rows in passes:
             for row, value in by_row(rows, self._values(rows)):

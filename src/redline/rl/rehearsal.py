@@ -17,7 +17,7 @@ from redline.train.packed import Example
 from redline.train.process import Process
 
 SHORTEST = 0.25
-"""Of the longest prompt and answer; lengths are spread evenly from there."""
+"""Shortest length as a share of the longest prompt and answer; lengths are spread evenly from there."""
 
 
 class Again:

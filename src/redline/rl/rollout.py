@@ -5,7 +5,7 @@ of some steps before (`rl.max_versions_behind`), while the trainer computes an u
     rollout = source.next()      # questions of every domain, answers, rewards
 
 Questions and random numbers are functions of (seed, step), and groups are kept as soon as they are scored, so an
-attempt that was killed neither loses nor repeats an answer: what stands in the file of the step is not drawn again. Each
+attempt that was killed neither loses nor repeats an answer: what is in the step's file is not drawn again. Each
 group names the version of the weights that drew it. What was in flight is drawn again, from the weights of the attempt
 that resumes.
 Questions that teach nothing (to GRPO: all answers equally good) are replaced, `rl.refills` times. Several processes
@@ -36,7 +36,7 @@ PENALISED = 0.2
 
 @dataclass
 class Rollout:
-    """What is learnt from in a step: all of it, on every process."""
+    """What a step learns from: all of it, on every process."""
 
     position: int
     """Steps done when this one is."""
@@ -49,7 +49,7 @@ class Rollout:
     prepared: bool = False
     updates: list[Update] = field(default_factory=list)
     critic_updates: list[Update] = field(default_factory=list)
-    """Taken already, when memory ran out in the next one."""
+    """Critic updates already taken, when memory ran out in the next one."""
 
     @property
     def rows(self) -> int:
@@ -93,11 +93,11 @@ class Rollouts:
         self.waited_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="redline-draw")
         self._ahead: dict[int, Future[_Drawing]] = {}
-        """Steps that are drawn beside updates."""
+        """Steps that are drawn during updates."""
 
     def next(self) -> Rollout:
         if self.process.device.type == "cuda":
-            torch.cuda.synchronize()  # the update before is not to be taken for generation
+            torch.cuda.synchronize()  # the previous update must not count as generation
         step, began_s, weights_s = self.done + 1, time.perf_counter(), self.policy.weights_s
         if (ahead := self._ahead.pop(step, None)) is None:
             drawn = self._draw(_Drawing(step, self.done, self.policy.voice(), self.phase))
@@ -111,7 +111,7 @@ class Rollouts:
             drawing = _Drawing(later, self.done, self.policy.voice(), lambda name: None)
             self._ahead[later] = self._thread.submit(self._draw, drawing)
         self.done = step
-        # Of what an update hid, the rewards come last.
+        # The rewards come last in what an update hid.
         reward_s = min(drawn.reward_s, waited_s)
         times = {
             "weights_s": self.policy.weights_s - weights_s,
@@ -152,7 +152,7 @@ class Rollouts:
         if missing := [key for key in wanted if key not in kept]:
             mine = missing[self.process.rank :: self.process.world_size]
             drawing.phase("generate")
-            with drawing.voice() as run:  # on all processes, even on one that has nothing to say
+            with drawing.voice() as run:  # on all processes, even one with nothing to generate
                 drawn = self._generate(drawing, run, mine)
             kept |= {group.key: group for group in _exchange(drawn, self.process)}
             if self.process.is_first:
@@ -160,7 +160,7 @@ class Rollouts:
         return [kept[key] for key in wanted]
 
     def _generate(self, drawing: _Drawing, run: Run, keys: Sequence[Key]) -> list[Group]:
-        """Answers and rewards of these groups; running out of memory keeps what is done and goes on with fewer
+        """Answers and rewards of these groups; running out of memory keeps what is done and continues with fewer
         slots."""
         step, groups = drawing.step, dict[Key, Group]()
         asked = {key: self.domains.ask(step, key) for key in keys}
@@ -202,7 +202,7 @@ class Rollouts:
 
 
 def rollout_facts(groups: Sequence[Group]) -> dict[str, float]:
-    """What the answers of a step say, over all of them and by domain."""
+    """Metrics of a step's answers, over all of them and by domain."""
     answers = [(group.domain, sample) for group in groups for sample in group.answers]
     sizes = [len(sample.tokens) for _, sample in answers]
     found = {

@@ -71,7 +71,7 @@ def reinforce(
             trainer = Trainer(job, process)
             if trainer.progress.step == 0 and recipe.train.eval_every and job.validate is not None:
                 opened.event("validation", step=0, **job.validate(job.model, plan.micro_batch))
-                trainer.drain()  # it is no part of the first step's time
+                trainer.drain()  # it is not part of the first step's time
             outcome = trainer.run()
         if outcome.why.startswith("the phase "):
             raise TrainingError(

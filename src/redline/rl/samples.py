@@ -53,13 +53,13 @@ class Group:
     step: int
     domain: str
     number: int
-    """Which question of its domain in this step."""
+    """The question's number in its domain, in this step."""
     id: str
-    """Of the question, in its task."""
+    """The question's id in its task."""
     question: str
     prompt: tuple[int, ...]
     version: int
-    """Of the weights that drew it: how many steps they had learnt from."""
+    """Version of the weights that drew it: how many steps they had learnt from."""
     answers: tuple[Sample, ...]
 
     @property
@@ -101,7 +101,7 @@ class Samples:
 
 
 def write_group(group: Group) -> dict[str, Any]:
-    """As JSON. Not `asdict`, which copies every number: it took 3 ms a group of 16 answers."""
+    """The group as JSON. Not `asdict`, which copies every number: it took 3 ms per group of 16 answers."""
     answers = [
         vars(sample) | {name: _packed(getattr(sample, name), kind) for name, kind in _ARRAYS.items()}
         for sample in group.answers

@@ -4,7 +4,7 @@ that follow from it once the times are known.
     facts = work_of(recipe, rows, shared=0)            # TFLOP of the rows, counted with their own lengths
     derived = make_derived(plan)               # line -> update_s, actor_mfu, perf/throughput, ...
 
-verl counts as its current version does: the embedding as a matrix product beside the head, attention causal
+verl counts as its current version does: the embedding as a matrix product besides the head, attention causal
 (6 s^2), adapters as if all weights learnt. So its MFU is higher than ours for small models and with LoRA.
 """
 
@@ -18,7 +18,7 @@ from redline.rl.algorithm import Row
 
 UPDATE = ("copy_s", "forward_s", "backward_s", "combine_s", "optimizer_s", "communication_s")
 CRITIC_WORK = 4 / 3
-"""Of an update's: the critic also reads every row once beforehand, to say what it expects."""
+"""The critic's work relative to an update's: it also reads every row once beforehand, to say what it expects."""
 
 
 def work_of(recipe: Recipe, rows: Sequence[Row], *, shared: int) -> dict[str, float]:

@@ -32,7 +32,7 @@ def make_validation(domains: Domains, policy: Policy) -> Callable[[Transformer, 
         correct = dict(zip(right, process.sums(*right.values()), strict=True))
         policy.phase(None)
         shares = {name: correct[name] / n for name, n in counts.items()}
-        found = {"valid_accuracy": fmean(shares.values())}  # each domain counts alike
+        found = {"valid_accuracy": fmean(shares.values())}  # all domains count equally
         for name, share in shares.items():
             low, high = interval_95(share, counts[name])
             ends = {"": share, "_low": low, "_high": high}

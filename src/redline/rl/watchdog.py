@@ -49,7 +49,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="redline-watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # only there a signal can break in
+        if threading.current_thread() is threading.main_thread():  # only there can a signal interrupt
             self._before = signal.signal(BREAK_IN, self._break_in)
             self._thread.start()
         return self
@@ -68,7 +68,7 @@ class Watchdog:
             self._now = (name, self._clock()) if name is not None else None
 
     def check(self) -> str | None:
-        """The phase that hangs now, if one does; it is told once."""
+        """The phase that hangs now, if one does; returned only once."""
         with self._lock:
             if self._now is None or self._hung is not None:
                 return None
@@ -92,7 +92,7 @@ class Watchdog:
         if self._now is None or self._hung is None or self._hung[0] is not self._now or self._closed.is_set():
             return  # it ended while the signal was on its way
         (name, _), said = self._hung
-        self._now = None  # once: what follows must not be broken into
+        self._now = None  # once: what follows must not be interrupted
         if self._alone and name in DRAWING:
             raise StopTraining(said)
         raise TrainingError(f"{said}; run the same command again and it resumes from the last checkpoint")

@@ -6,7 +6,7 @@ this file, so that "no answer" means the same everywhere.
 
 `find` looks behind the last `</think>` for the last `<answer>…</answer>`, else the last `[ANSWER]…[/ANSWER]`,
 else the last `\\boxed{…}`, else a last line that says "#### …", "Answer: …" or "The answer is …". Anything else
-is no answer. Unit conversion and GSM8K read answers as those tasks are specified, in their own files.
+is not an answer. Unit conversion and GSM8K read answers as those tasks are specified, in their own files.
 """
 
 import ast
@@ -21,7 +21,7 @@ from redline.tasks.task import Question, Verdict
 INSTRUCTION = "End with the answer in answer tags, like <answer>{}</answer>."
 END = "</answer>"
 LONGEST_ANSWER = 20_000
-"""Characters. What is longer is no answer, and could keep a parser busy for minutes."""
+"""Characters. A longer text is not an answer, and could keep a parser busy for minutes."""
 
 _TAGS = (
     re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL),
@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][-+]?\d{
 
 
 def find(completion: str) -> str | None:
-    """The answer as it stands in the completion, or None."""
+    """The answer as it is in the completion, or None."""
     text = completion.rpartition("</think>")[2]
     for pattern in _TAGS:
         if found := pattern.findall(text):
@@ -59,7 +59,7 @@ def judged(answer: str | None, reward: float) -> Verdict:
 
 
 def scored_by(earns: Callable[[str, str], float]) -> Callable[[Question, str], Verdict]:
-    """A task's `score` from what an answer earns beside the expected one."""
+    """A task's `score` from what an answer earns compared with the expected one."""
 
     def score(question: Question, completion: str) -> Verdict:
         answer = find(completion)

@@ -48,7 +48,7 @@ def _from_asserts(body: list[ast.stmt], setup: str) -> str:
 
 
 def _halves(test: ast.expr) -> tuple[ast.expr, ast.expr]:
-    """What a test runs, and the value that it wants."""
+    """The expression that a test runs, and the value that it expects."""
     match test:
         case ast.Compare(left=call, ops=[ast.Eq() | ast.Is()], comparators=[value]):
             return call, value

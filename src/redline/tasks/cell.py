@@ -76,7 +76,7 @@ def main() -> None:
             if os.geteuid() == 0:
                 os.setgroups([])
             _call("unshare", _NAMESPACES)
-            # by the scoring process: it has the right to, and this one lost it
+            # done by the scoring process, which has the right to; this one lost it
             _tell(report, {"map": os.getpid()})
             if not os.read(control, 1):
                 return
@@ -138,7 +138,7 @@ def _become(spec: dict[str, Any], program: int, report: int) -> NoReturn:
                 _build_root(spec["roots"])
             _limit(spec["rlimits"])
             for capability in range(64):
-                _libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: root is root no more after the exec
+                _libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: root loses its power after the exec
             _call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
             if spec["layer"] == "limits":
                 _lock_files(spec["roots"])
@@ -171,7 +171,7 @@ def _build_root(roots: list[str]) -> None:
     """A read-only file system of Python and its libraries, and nothing else: no /proc, no /tmp, no home."""
     kinds = dict.fromkeys([*roots, *DEVICES], os.O_PATH | os.O_NOFOLLOW)
     opened = {path: os.open(path, kind) for path, kind in kinds.items() if not os.path.islink(path)}
-    # From here on another user than the one outside, also where that is root, whom no limit on processes holds.
+    # From here on a different user than outside, even if that is root, whom no limit on processes holds.
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
     new = "/tmp"
@@ -236,7 +236,7 @@ def landlock_version() -> int:
 
 
 def _lock_files(roots: list[str]) -> None:
-    """By Landlock: only the roots can be read, nothing can be written, no other process signalled."""
+    """Restrict files by Landlock: only the roots can be read, nothing can be written, no other process signalled."""
     if not (version := landlock_version()):
         return
     read, access = 0b1101, (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1

@@ -21,9 +21,9 @@ from redline.tasks.sandbox import run
 from redline.tasks.task import Question, Verdict
 
 MOST_INPUTS = 16
-"""Inputs that are tried of a problem with more: each is a run, and a run costs about 50 ms of processor time."""
+"""Inputs to try from a problem that has more: each is a run, and a run costs about 50 ms of processor time."""
 TOLERANCE = 1e-6
-"""By which numbers in a program's output may differ, as GURU has it."""
+"""How much numbers in a program's output may differ, as GURU has it."""
 FILES = dict.fromkeys(SPLITS, ("mbpp.jsonl",))
 EXAMPLES = (
     ("Write a Python function f(x) that returns x plus 3.", "```python\ndef f(x):\n    return x + 3\n```"),

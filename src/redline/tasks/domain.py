@@ -151,8 +151,8 @@ def _read(folder: Path, split: str, files: Mapping[str, tuple[str, ...]], row: R
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file. A list of JSON may hold something else beside objects, a file of lines may not."""
-    # Only here: it loads numpy and tokenizers, which processes that score would have within their memory limit.
+    """The rows of a file. A list of JSON may hold something else besides objects, a file of lines may not."""
+    # Imported only here: it loads numpy and tokenizers, which would count against a scorer's memory limit.
     from redline.data.examples import rows_of
 
     for number, row in enumerate(rows_of(path), start=1):

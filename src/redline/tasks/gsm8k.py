@@ -14,7 +14,7 @@ from typing import Any
 from redline.tasks.answers import judged
 from redline.tasks.task import Question, Task, Verdict, read_split
 
-# A minus is a sign only where no operand stands before it: "10-5" ends in 5. Exponents are bounded because
+# A minus is a sign only if no operand precedes it: "10-5" ends in 5. Exponents are bounded because
 # Decimal's are.
 _SIGN = r"(?:(?<![\w.)])-[$£€]?|[$£€]-?)?"
 _NUMBER = re.compile(_SIGN + r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d*\.?\d+)(?:[eE][+-]?\d{1,4}(?!\d))?")

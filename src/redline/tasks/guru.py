@@ -26,7 +26,7 @@ PREFIXES = {
     "table": "tables",
     "stem": "science",
 }
-"""Of file names and data sources -> our domain."""
+"""The domain that a file name or data source belongs to."""
 _HELD_OUT = {"valid": ("online_eval", "valid", "validation", "eval"), "test": ("test", "offline_eval")}
 _PUZZLES = ("zebra_puzzle", "ordering_puzzle", "graph_logical")
 """Data sources of logic that were named before the prefixes."""
@@ -47,7 +47,7 @@ def guru_files(folder: Path, domain: str) -> dict[str, tuple[str, ...]]:
 
 
 def guru_question(domain: str, name: str, fields: Mapping[str, Any]) -> Question | None:
-    """A row as a question of the domain; None where it is of another, or cannot be scored here."""
+    """A row as a question of the domain; None if it belongs to another domain or cannot be scored here."""
     match fields:
         case {"data_source": str(source), "reward_model": {"ground_truth": truth}} if truth is not None:
             prefix = "logic" if source.startswith(_PUZZLES) else source.partition("_")[0]

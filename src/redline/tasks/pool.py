@@ -3,12 +3,12 @@ nothing else.
 
     with Pool("units") as pool:
         verdicts = pool.score([(question, completion), ...])     # in that order, from any thread
-        verdict = pool.submit(question, completion)              # a future, to score beside generation
+        verdict = pool.submit(question, completion)              # a future, to score during generation
 
 Each worker is a fresh Python process that loads the task by name or path (no fork of a process that holds a
 GPU, no pickle). A completion has `budget_s` of wall clock; past it the worker and all of its children are
-killed, the completion is scored 0 with the reason, and a new worker goes on with the rest. Generated code runs
-in the sandbox of the worker (`sandbox.py`), and dies with it; a weak sandbox is warned of.
+killed, the completion is scored 0 with the reason, and a new worker takes the rest. Generated code runs
+in the sandbox of the worker (`sandbox.py`), and dies with it; a weak sandbox raises a warning.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Pool:
         budget_s: float = 5.0,
         memory_bytes: int = 2 << 30,
     ) -> None:
-        """`workers`: default one a core; `budget_s`: wall clock a completion; `memory_bytes`: address space a process."""
+        """`workers`: default one per core; `budget_s`: wall clock per completion; `memory_bytes`: address space per process."""
         count = workers if workers is not None else len(os.sched_getaffinity(0))
         if count < 1 or not budget_s > 0:
             raise ConfigError(
@@ -129,7 +129,7 @@ class Pool:
             finally:
                 self._idle.put(child)
                 for _, verdict in taken:
-                    verdict.cancel()  # of those without a result, so that nobody waits for ever
+                    verdict.cancel()  # those without a result, so that nobody waits forever
 
     def _take(self) -> list[tuple[Item, Future[Verdict]]]:
         """The next message: few completions while few wait, so that all workers have some."""
@@ -139,7 +139,7 @@ class Pool:
 
 
 class _Child:
-    """One worker process and the pipes to it. Used by one thread at a time, but for `stop`."""
+    """One worker process and the pipes to it. Used by one thread at a time, except for `stop`."""
 
     def __init__(self, arguments: list[str], budget_s: float) -> None:
         self._arguments, self._budget_s = arguments, budget_s
@@ -190,7 +190,7 @@ class _Child:
         item's fault."""
         assert self._process.stdin is not None
         verdicts: list[Verdict] = []
-        with contextlib.suppress(BrokenPipeError):  # its end shows on the other pipe
+        with contextlib.suppress(BrokenPipeError):  # the other pipe shows that it ended
             # The worker reads the whole line before it scores, so this does not block.
             message = memoryview(json.dumps(items).encode() + b"\n")
             while message:
@@ -220,7 +220,7 @@ class _Child:
     def _start(self) -> None:
         self._half, self._mark = b"", secrets.token_hex(8).encode()
         command = [sys.executable, "-P", "-m", "redline.tasks.worker", *self._arguments, self._mark.decode()]
-        # The same modules as here, also where sys.path was changed by hand; one core a worker, so no threads
+        # The same modules as here, also where sys.path was changed by hand; one core per worker, so no threads
         # in numeric libraries.
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

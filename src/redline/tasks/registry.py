@@ -45,9 +45,9 @@ def load_task(spec: str, data: str | None = None) -> Task:
         )
     try:
         task = _function(Path(path), function)(data)
-    except SystemExit as error:  # exit code 0 would pass for success
+    except SystemExit as error:  # exit code 0 would look like success
         raise ConfigError(
-            f"{spec} must return a Task, and it ends the program (sys.exit({error.code!r}))"
+            f"{spec} must return a Task, but it ends the program (sys.exit({error.code!r}))"
         ) from error
     if not isinstance(task, Task):
         raise ConfigError(f"{spec} must return a redline.tasks.task.Task, got {type(task).__name__}")

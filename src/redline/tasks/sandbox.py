@@ -88,7 +88,7 @@ def run(program: str, given: str = "", *, limits: Limits | None = None, layer: s
 
 
 def weakness() -> str | None:
-    """What to warn of where only limits hold generated code; None where a stronger layer does."""
+    """The warning where only limits hold generated code; None where a stronger layer does."""
     if (layer := in_force()).name != "limits":
         return None
     why = "; ".join(f"{other.name}: {other.missing}" for other in layers() if other.missing)
@@ -103,7 +103,7 @@ def in_force() -> Layer:
     layer = next((layer for layer in layers() if not layer.missing), None)
     if layer is None:
         said = "; ".join(f"{layer.name}: {layer.missing}" for layer in layers())
-        raise MachineError(f"generated code needs a sandbox, and no layer of it works here: {said}")
+        raise MachineError(f"generated code needs a sandbox, but no layer of it works here: {said}")
     return layer
 
 
@@ -115,7 +115,7 @@ def layers() -> list[Layer]:
 
 def _missing(name: str) -> str:
     if sys.platform != "linux":
-        return f"it needs Linux, this is {sys.platform}"
+        return f"it needs Linux, but this is {sys.platform}"
     if name == "bubblewrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed"
     try:
@@ -137,7 +137,7 @@ def _leaves_open(name: str) -> tuple[str, ...]:
 
 
 def _spec(layer: str, limits: Limits) -> dict[str, Any]:
-    """What the cell has to know."""
+    """The cell's instructions."""
     python = os.path.realpath(sys.executable)
     roots = _roots(python)
     sizes = {
@@ -229,7 +229,7 @@ def _reason(told: list[dict[str, Any]], flooded: bool, limits: Limits) -> str | 
         return f"it wrote more than {limits.output_bytes:,} bytes"
     if told[-1]["late"]:
         return f"it took more than {limits.wall_s:g} s"
-    # The kernel counts the limit in ticks and reports finer time, which may be less; few but it kill this way.
+    # The kernel counts the limit in ticks and reports finer time, which may be less; little else kills this way.
     if code == -signal.SIGKILL and (cpu_s is None or cpu_s > limits.cpu_s / 2):
         return f"it took more than {limits.cpu_s} s of processor time"
     if code < 0:

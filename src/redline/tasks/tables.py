@@ -1,7 +1,7 @@
 """Tables: look a value up or find the largest, or WikiTableQuestions files (`wtq_train.jsonl.gz`: question,
 answer, table as rows).
 
-Answers are compared as numbers or as text. Several answers are parted by `|` (in the files of a user's own
+Answers are compared as numbers or as text. Several answers are separated by `|` (in the files of a user's own
 too), and their order does not matter.
 """
 

@@ -21,7 +21,7 @@ from redline.errors import ConfigError, DataError
 from redline.record.files import parse_json, read_text
 
 STOP = "\n\nQuestion:"
-"""Where a model that only continues text has finished its answer and goes on to another question."""
+"""Where a model that only continues text has finished its answer and turns to another question."""
 
 
 class Question(NamedTuple):
@@ -39,7 +39,7 @@ class Question(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the scorer says of one completion."""
+    """What the scorer says about one completion."""
 
     correct: bool
     parsed: bool
@@ -62,7 +62,7 @@ class Task:
     begins with a smaller one. Tasks that read files keep their order and take no notice of the seed."""
     score: Callable[[Question, str], Verdict]
     instruction: str = ""
-    """What to do and in which form to answer."""
+    """What to do, and the format of the answer."""
     examples: tuple[tuple[str, str], ...] = ()
     """Few-shot examples: a question and a good completion."""
     end: str = ""

@@ -8,7 +8,7 @@ of the second, so that answers stay numbers that one can write.
 
 The splits are disjoint by (unit, unit, number) whatever the seed and however the units are spelt: "2 h" and
 "2 hours" to minutes are in the same split. An answer is right within 5 %, after rounding both to three
-decimals; 'nan' is no answer, 'inf' is a wrong one.
+decimals; 'nan' is not an answer, 'inf' is a wrong one.
 """
 
 import functools
@@ -32,7 +32,7 @@ FAMILIES: dict[str, list[tuple[Fraction, str]]] = {
     name: [(Fraction(size), spellings) for size, spellings in units]
     for name, units in _DATA["families"].items()
 }
-"""The size of a unit in one common measure, and its spellings, parted by commas."""
+"""The size of a unit in one common measure, and its spellings, separated by commas."""
 TEMPLATES: list[str] = _DATA["questions"]["templates"]
 EXAMPLES = tuple((asked, completion) for asked, completion in _DATA["questions"]["examples"])
 NUMBERS = range(1, 11)
@@ -140,7 +140,7 @@ def make(data: str | None) -> Task:
 
 
 def _question(name: str, text: str, answer: float, asked: Conversion | None) -> Question:
-    # three decimals, which is all that the rule of correctness looks at; none that are 0
+    # three decimals, which is all that scoring looks at; never 0
     solution, meta = f"<answer>{f'{answer:.3f}'.rstrip('0').rstrip('.')}</answer>", {}
     if asked is not None:
         number, source, target = asked
@@ -181,7 +181,7 @@ def _split(key: str) -> str:
 
 @functools.cache
 def _sizes(family: str) -> dict[str, Fraction]:
-    """Size by spelling, for one family: "ounce" stands in two of them."""
+    """Size by spelling, for one family: "ounce" is in two of them."""
     return {word: size for size, spellings in FAMILIES[family] for word in spellings.split(",")}
 
 

@@ -4,7 +4,7 @@ a line for each verdict.
     python -m redline.tasks.worker SPEC DATA BUDGET_S MEMORY_BYTES MARK
 
 Every reply begins with MARK, so that the pool knows it from what a scorer writes to the same pipe. Its memory is
-limited, each item's processor time too (a backstop in case the pool dies), and it may start no processes, but for
+limited, each item's processor time too (a backstop in case the pool dies), and it may start no processes, except for
 the sandbox of a task that runs code. This guards against accidents in scorers that somebody wrote in good faith;
 hostile code belongs in `sandbox.py`.
 """
@@ -30,7 +30,7 @@ PROCESS_EVENTS = frozenset(
 )
 
 LONGEST_ANSWER = 100_000
-"""Characters of an answer; what is longer is no answer, and is not sent."""
+"""Characters of an answer; a longer text is not an answer, and is not sent."""
 
 Score = Callable[[Question, str], Verdict]
 

@@ -44,7 +44,7 @@ _PLAIN = {
     "fan_in_fan_out": False,
     "modules_to_save": None,
 }
-"""What PEFT can do to an adapter beyond W + B A alpha/r, at the values that do nothing."""
+"""PEFT's options beyond W + B A alpha/r, at the values that do nothing."""
 _UNSET: tuple[Any, ...] = (None, False, [], {}, "none")
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -91,7 +91,7 @@ def read_adapter(folder: Path, model: Transformer) -> LoraConfig:
     }
     if ranks != {config.rank}:
         raise CheckpointError(
-            f"{folder} says rank r = {config.rank}, and its weights have {', '.join(map(str, ranks)) or 'none'};"
+            f"{folder} says rank r = {config.rank}, but its weights have {', '.join(map(str, ranks)) or 'none'};"
             " write the adapter again"
         )
     present = next((layer.config for layer in lora_layers(model).values()), None)

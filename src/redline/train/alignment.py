@@ -1,5 +1,5 @@
-"""How far OKADFA is from what it stands in for, every so many updates: the gradients of feedback alignment beside
-those of back-propagation, and kernel attention beside exact attention.
+"""How far OKADFA is from what it stands in for, measured every few updates: the gradients of feedback alignment against
+those of back-propagation, and kernel attention against exact attention.
 
     diagnosis = Diagnosis(recipe, plan)
     numbers = diagnosis.measure(learner, objective, batch)     # before the update, on the first rows of its batch
@@ -33,7 +33,7 @@ from redline.train.step import BackPropagation, Learner, Numbers, Rule
 SHARE = 0.02
 """Share of the training time, at most."""
 PASSES = 3
-"""Of a diagnosis."""
+"""Passes of a diagnosis."""
 
 
 class Diagnosis:
@@ -49,7 +49,7 @@ class Diagnosis:
         """Leaves no gradient behind."""
         few: Any = copy.copy(objective)
         few.pass_size = max(1, objective.pass_size // learner.model.config.num_layers)
-        # One shape more is not worth compiling.
+        # One more shape is not worth compiling.
         with eagerly():
             found = _alignment(learner, few, batch) if self.feedback else {}
             if self.kernel and isinstance(objective, Sequences):
@@ -80,7 +80,7 @@ def _alignment(learner: Learner, objective: Objective, batch: Any) -> Numbers:
 
 
 def _gradients(learner: Learner, rule: Rule, objective: Objective, batch: Any) -> dict[Tensor, Tensor]:
-    """Of one pass by a rule: for every parameter the part that this process holds."""
+    """Gradients of one pass by a rule: for every parameter the part that this process holds."""
     other = replace(learner, rule=rule, mark=lambda phase: None)
     scale = learner.scale.value if learner.scale else 1.0
     next(iter(objective.passes(other, batch))).run(scale / max(1, batch.targets), lambda phase: None)

@@ -1,4 +1,4 @@
-"""Checkpoints: saved while the training goes on, committed whole or not at all, loaded on any number of processes.
+"""Checkpoints: saved while training continues, committed whole or not at all, loaded on any number of processes.
 
     checkpoints = Checkpoints(run / "checkpoints", keep=2)      # on every rank
     stalled_s = checkpoints.save(step, tensors, state)          # returns when the values are safe to change
@@ -7,7 +7,7 @@
     state = load(resolve(run), tensors)
 
 Tensors are a flat dict of plain tensors (the same on every rank) and DTensors (each rank writes its shard); everything
-else is a JSON-like `state`. A save copies the values into one host buffer, on CUDA beside the next forward and backward,
+else is a JSON-like `state`. A save copies the values into one host buffer, on CUDA during the next forward and backward,
 which only read parameters; a thread then writes, hashes, syncs and renames. Loading goes through DCP's planner, which
 reshards, and its safetensors reader, which un-pickles nothing. docs/decisions.md says why DCP does not write.
 """
@@ -42,7 +42,7 @@ from redline.train.places import BEST, read_best, step_folders, step_name
 from redline.train.process import exchange, is_spread
 
 Piece = tuple[Entry, Tensor]
-"""What one rank writes of one tensor: how it is called in the file, and the values."""
+"""What one rank writes for one tensor: its name in the file, and the values."""
 
 
 class Checkpoints:
@@ -79,7 +79,7 @@ class Checkpoints:
         """
         started_s = time.perf_counter()
         self.wait()
-        text = json.dumps(state)  # now, because the caller goes on changing it
+        text = json.dumps(state)  # now, because the caller keeps changing it
         pieces, data = self._snapshot(tensors)
         # The thread keeps `pieces` alive: memory that the copy on the side stream still reads must not be given away.
         self._jobs.append(self._thread.submit(self._write, step, pieces, data, text, before_commit))

@@ -56,7 +56,7 @@ def check_device(plan: Plan) -> None:
     if plan.hardware.kind == "cuda" and (has := torch.cuda.get_device_capability()) < needs:
         needed, found = (".".join(map(str, version)) for version in (needs, has))
         raise MachineError(
-            f"{plan.coarsest} needs compute capability {needed}, this GPU has {found}: plan again here"
+            f"{plan.coarsest} needs compute capability {needed}, but this GPU has {found}: plan again here"
         )
 
 
@@ -99,7 +99,7 @@ def equip(model: Transformer, plan: Plan, *, longest: int = 0) -> None:
     model.apart = plan.compile == "off" and plan.recompute == "none" and plan.world_size == 1
     if plan.compile != "off":
         with startup.importing():
-            import_module("torch._inductor.compile_fx")  # else the first update would
+            import_module("torch._inductor.compile_fx")  # otherwise the first update would
     for block in model.blocks:
         block.recompute = plan.recompute
         if plan.compile != "off":

@@ -117,7 +117,7 @@ class FeedbackAlignment:
     def prepare(self, model: Transformer) -> None:
         for block in self.below(model):
             block.recompute = "none"  # the second run of a block is its recomputation already
-            # Else FSDP gathers the block that ran before this one, as back-propagation would need it next.
+            # Otherwise FSDP gathers the block that ran before this one, as back-propagation would need it next.
             if (prefetch := getattr(block, "set_modules_to_backward_prefetch", None)) is not None:
                 prefetch([block])
 
@@ -151,13 +151,13 @@ class _Sweep:
         self.padding = -model.config.vocab_size % ALIGNED
         self.hidden_BTD: Tensor | None = None
         self.error: Tensor | None = None
-        """At the read positions alone where it is that of the logits."""
+        """The error; only at the read positions if it is the error of the logits."""
         self.last: tuple[int, Tensor] | None = None
         """The signals of the place before, with their source."""
 
     def through(self, x_BTD: Tensor, attend: Attend) -> Tensor:
         if self.below:
-            # A frozen embedding asks for no gradient, and the second run hangs on that of its output.
+            # A frozen embedding asks for no gradient, but the second run depends on that of its output.
             x_BTD = x_BTD if x_BTD.requires_grad else x_BTD.detach().requires_grad_()
             x_BTD = _Below.apply(self, attend, x_BTD)
         for block in self.model.blocks[len(self.below) :]:
@@ -217,7 +217,7 @@ class _Sweep:
         return self._spread(project(place, self.error), x_BTD)
 
     def _spread(self, signals: Tensor, x_BTD: Tensor) -> Tensor:
-        """From the positions whose loss is wanted to all of them."""
+        """Spread signals from the positions whose loss is wanted to all positions."""
         batch, length, _ = x_BTD.shape
         if self.read_A is None:
             return signals.view(batch, length, -1)

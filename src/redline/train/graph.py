@@ -133,7 +133,7 @@ class Captured:
 
     def _capture(self, shape: Any, pool: Any) -> tuple[torch.cuda.CUDAGraph, Update]:
         self._warm_up(shape)
-        torch.cuda.empty_cache()  # the graph's memory is its own, and what the warm-up left cached would be missing
+        torch.cuda.empty_cache()  # the graph has its own memory, and would lack what the warm-up left cached
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # The thread that writes a checkpoint may call CUDA meanwhile.

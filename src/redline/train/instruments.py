@@ -7,7 +7,7 @@ the GPU wait.
 
 On a GPU the line of an update is read while the next one runs, so the host is never more than one update
 ahead and the GPU never idles. Times are those of the GPU's own clock between the ends of two updates, and of
-its phases between marks: one event a mark, two marks a pass, about 2 µs each on the host and nothing on the
+its phases between marks: one event per mark, two marks per pass, about 2 µs each on the host and nothing on the
 GPU. With several processes each wait for the others is two marks more (process.py); what is hidden
 behind a phase takes no time and is not told apart from it.
 """
@@ -47,7 +47,7 @@ class _InFlight:
 
 @dataclass(frozen=True)
 class Work:
-    """What an update did, over all processes."""
+    """The work of an update, over all processes."""
 
     tokens: int
     rows: int
@@ -112,7 +112,7 @@ def own_time(process: Process, line: dict[str, Any]) -> list[float]:
 
 
 def slowest(own_s: Sequence[float]) -> dict[str, float]:
-    """Who was slowest of all processes, its time and the mean of the others'; nothing before the first update."""
+    """The slowest of all processes, its time and the mean of the others'; nothing before the first update."""
     if not any(own_s):
         return {}
     most_s = max(own_s)

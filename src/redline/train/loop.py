@@ -89,7 +89,7 @@ class Trainer:
         self.waited_s = 0.0
         self.clock_started_s = time.monotonic()
         self.clock_s = self.progress.elapsed_s
-        """The clock that all processes go by, as of the last update."""
+        """The clock that all processes follow, as of the last update."""
         rates = training_rates(job.plan, rows=isinstance(job.objective, Packed))
         self.instruments = Instruments(process.device, rates)
         self.learner.mark = self.instruments.mark
@@ -209,7 +209,7 @@ class Trainer:
         if self.process.is_first:
             self._event("out_of_memory", step=step, **facts)
         elif self.opened.run is not None:
-            # The first may have had memory enough, and the launcher must learn of it.
+            # The first process may have had enough memory; the launcher must still learn of the failure.
             RunFolder(self.opened.run).event("out_of_memory", step=step, **facts)
         # The others wait in a collective; the launcher starts all of them again.
         if self.process.world_size > 1:
@@ -401,7 +401,7 @@ class Trainer:
         return STOPPED if self.process.any(self.stop_requested) else None
 
     def _validation_due(self) -> bool:
-        """At the end of a run and every `eval_every` updates. Skip it when the user interrupts: they want out."""
+        """Validate at the end of a run and every `eval_every` updates. Skip it when the user interrupts: they want out."""
         every = self.train.eval_every
         at_end = self.why is not None and self.why != STOPPED
         return self.job.validate is not None and (at_end or (every > 0 and self.progress.step % every == 0))

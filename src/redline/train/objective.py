@@ -1,6 +1,6 @@
 """What a workload hands the loop: a `Job` with batches, and what to do with one.
 
-A `Source` gives batches and says where the next one begins, so that a resumed run goes on there. An `Objective`
+A `Source` gives batches and says where the next one begins, so that a resumed run continues there. An `Objective`
 turns a batch into passes (`step.Pass`); running out of memory makes its passes smaller, never the batch. How an
 update is executed, pass by pass or as one CUDA graph, is the `Executor`'s business.
 """
@@ -84,7 +84,7 @@ class Capturable(Objective, Protocol):
         ...
 
     def shapes_from(self, batch: Any) -> Iterable[Any]:
-        """Those of this batch and of all after it."""
+        """The shapes of this batch and of all after it."""
         ...
 
     def rows(self, batch: Any) -> list[tuple[NDArray[np.int32], Any]]:
@@ -104,7 +104,7 @@ class Grid:
 
     passes: int
     rows: int
-    """Of one pass."""
+    """Rows of one pass."""
     length: int
     candidates: int = 0
     """Words of the candidates of its softmax; 0: it is taken over the whole vocabulary."""
@@ -175,7 +175,7 @@ class Sequences:
 
 
 def candidates_of(words: torch.Tensor | None) -> Candidates | None:
-    """From the words of data/candidates.py."""
+    """The candidates in the words of data/candidates.py."""
     return None if words is None else Candidates(words[:-1], words[-1])
 
 

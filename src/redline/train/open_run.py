@@ -47,7 +47,7 @@ class OpenRun:
         """A fork keeps counting from its checkpoint: refuse one that would train nothing."""
         if step >= steps:
             raise ConfigError(
-                f"{self.fork} is at step {step:,}, and this run ends at step {steps:,}: give it more train.steps"
+                f"{self.fork} is at step {step:,}, but this run ends at step {steps:,}: give it more train.steps"
                 " or train.epochs"
             )
 

@@ -58,7 +58,7 @@ class AdamW(_Uncompiled, torch.optim.AdamW):
         if len(params) > 1 and joined(gradients) is not None:
             whole = [flat for tensors in filled if (flat := joined(tensors)) is not None]
             if len(whole) == len(filled):
-                torch._foreach_add_([whole[-1][1:]], 1)  # torch counts on in the first
+                torch._foreach_add_([whole[-1][1:]], 1)  # torch counts in the first
                 for tensors, flat in zip(filled, whole, strict=True):
                     tensors[:] = [flat[0] if tensors is steps else flat]
         return found
@@ -131,7 +131,7 @@ class Muon(_Uncompiled):
 def _average(
     averages: list[Tensor], new: list[Tensor], momentum: float | Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Take up new values. Returns both lists; those that lie in one piece as one stack, because few large kernels are
+    """Average in new values. Returns both lists; tensors in one piece of memory as one stack, because few large kernels are
     quicker than many small ones."""
     if (flat := joined(averages)) is not None:
         new = [torch.stack(new)]
@@ -230,7 +230,7 @@ def make_optimizers(
 
 
 def _adamw(groups: list[dict[str, Any]], train: TrainConfig, kernels: UpdateKernels, captured: bool) -> AdamW:
-    """With its state."""
+    """AdamW with its state."""
     chosen: dict[str, Any] = {"fused": kernels == "fused", "foreach": kernels == "foreach"}
     adamw = AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, **chosen)
     for group in groups:
@@ -263,7 +263,7 @@ def state_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
     """Learning weights as `model.<name>`, state as `optimizer.<slot>.<name>`; the tensors, not copies."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for p, name in names.items()}
-    # Random features are no parameters, but a model without them would compute something else.
+    # Random features are not parameters, but a model without them would compute something else.
     tensors |= {f"model.{name}": b for name, b in model.named_buffers() if name.endswith(".projection")}
     for optimizer in optimizers:
         for p, slots in optimizer.state.items():

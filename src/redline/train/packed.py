@@ -9,7 +9,7 @@
     loss_sum = model(tokens_1T, targets_1A, packing=packing)
 
 Examples follow one another in a row, with positions from 0 in each. A CUDA graph or compiled code needs fixed shapes, so
-there (`static`) a row is filled up to a few sizes with sequences that nobody reads. Several processes share the examples
+there (`static`) a row is filled up to a few sizes with unread sequences. Several processes share the examples
 of a batch; one that has fewer computes a pass that counts for nothing, because a sharded model must run on all of them.
 
 Shapes: T tokens of a row, S sequences in it, A answer tokens.
@@ -66,7 +66,7 @@ class Shape:
 
 
 def check_examples(examples: Sequence[Example], *, context_length: int, vocab_size: int) -> None:
-    """Raise on the first example that cannot be learnt from."""
+    """Raise on the first example that cannot be learned."""
     if not examples:
         raise DataError("fine-tuning needs at least one example, got none")
     for i, example in enumerate(examples):
@@ -245,7 +245,7 @@ class Examples:
     """The source of batches for fine-tuning: everything is in memory already."""
 
     updates: Updates
-    """Of this process."""
+    """Updates of this process."""
     done: int = 0
     waited_s: float = field(default=0.0, init=False)
 

@@ -24,7 +24,7 @@ def find(path: Path, which: str = "last") -> Path:
     if path.suffix == ".gguf" or any(file.is_file() for file in configs):
         if which != "last":
             raise CheckpointError(
-                f"--checkpoint {which} is for runs of pre-training, and {path} is a finished model: leave it out"
+                f"--checkpoint {which} is for pre-training runs, but {path} is a finished model: leave it out"
             )
         return path
     return resolve(path, which)

@@ -87,7 +87,7 @@ def join(kind: str) -> Iterator[Process]:
         threading.Thread(target=hash_triton, daemon=True).start()
         if not torch.cuda.is_available():
             raise MachineError(
-                "the plan is for a GPU and torch sees no CUDA device: plan again here, or check the driver"
+                "the plan is for a GPU, but torch sees no CUDA device: plan again here, or check the driver"
             )
         torch.cuda.set_device(device)
     if world_size == 1:
@@ -172,7 +172,7 @@ WAITS = {
 }
 """Where the computing process waits: for gathered weights, and for the reduction before its own."""
 LAST_WAIT = "finalize_backward"
-"""The root's waits for its own reduction, which stands behind all others in their stream."""
+"""The root's waits for its own reduction, which comes after all others in their stream."""
 
 Mark = Callable[[str], None]
 
@@ -208,7 +208,7 @@ def time_waits(model: nn.Module, mark: Mark) -> bool:
 
 
 def _group(module: Any) -> Any:
-    """What FSDP keeps of the parameters of one module."""
+    """FSDP's parameter group of one module."""
     try:
         return module._get_fsdp_state()._fsdp_param_group
     except AttributeError:

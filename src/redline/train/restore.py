@@ -1,4 +1,4 @@
-"""A trained model from wherever it lies: a run folder (RFT too), a checkpoint, a Hugging Face or PEFT folder,
+"""A trained model from wherever it is: a run folder (RFT too), a checkpoint, a Hugging Face or PEFT folder,
 a GGUF file, the package.
 
 opened = open_weights(Path("runs/nano"))             # weights, tokenizer, config
@@ -34,7 +34,7 @@ class Adapter:
 
     base: Path
     tensors: dict[str, Tensor]
-    """By the names that PEFT gives them."""
+    """Tensors by the names that PEFT gives them."""
     scale: float
 
 

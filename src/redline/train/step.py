@@ -79,7 +79,7 @@ class Combination(Protocol):
     """How the gradients of several groups are combined."""
 
     def keep(self, group: str) -> None:
-        """The passes of a group are done, and their gradients lie on the parameters."""
+        """The passes of a group are done, and their gradients are on the parameters."""
 
     def finish(self) -> Numbers:
         """All groups are done: leave the gradient of the update on the parameters. Returns numbers to report."""

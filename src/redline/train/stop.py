@@ -21,7 +21,7 @@ def stop_on_signal(request: Callable[[], None]) -> Iterator[None]:
         signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
 
     def interrupt(number: int, _frame: Any) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a third one would break into the unwinding
+        signal.signal(number, signal.SIG_IGN)  # a third one would interrupt the unwinding
         raise KeyboardInterrupt
 
     with handled_by(handle, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

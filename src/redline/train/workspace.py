@@ -6,8 +6,8 @@
         workspace.take_gradients()                   # and there they are, scaled: one kernel; clipping and AdamW follow
 
 An update on some 1,500 tokens is bound by the number of its kernels and by how few of a GPU's multiprocessors each of them
-fills. So a second stream computes the adapters' gradients, which nothing needs before clipping, beside the backward
-through the blocks. It also computes the gradient between A and B, beside the frozen weight's product.
+fills. So a second stream computes the adapters' gradients, which nothing needs before clipping, during the backward
+through the blocks. It also computes the gradient between A and B, alongside the frozen weight's product.
 
 Nothing here outlives an update: everything else (validation, merging, several passes) reads the parameters themselves.
 """
@@ -87,7 +87,7 @@ class Workspace:
         finally:
             for layer in self.layers:
                 layer.place = None
-            self.join()  # for what was broken off: a capture that ended without it would raise that, and hide the cause
+            self.join()  # after an error too: a capture that ends without joining would raise that and hide the cause
 
     @contextmanager
     def beside(self, *read: Tensor) -> Iterator[None]:

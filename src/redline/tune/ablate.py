@@ -6,7 +6,7 @@ one by one from the best. No torch.
 
 A change is kept if it is faster and the numerics guard passes it; one that is slower, not resolved, or another
 training leaves the state as it was. So every row says what its change is worth on top of those kept before it.
-With a judge (quality.py) a change that would be kept must also train as well as the first state, and one that is another
+With a judge (quality.py) a change that would be kept must also train equally well, and one that is another
 training is kept if it reaches the loss sooner.
 What was slower, or not possible, is tried once more at the end, because changes kept later may help it: bf16
 costs time while attention is not one kernel. A change and the state before it take turns (measure/turns.py). One
@@ -69,7 +69,7 @@ class AblationRow:
     rounds: int | None = None
     verdict: str = ""
     before_tokens_per_s: float | None = None
-    """Without the change, in the same rounds. A state's speed differs from one comparison to the next."""
+    """Tokens/s without the change, in the same rounds. A state's speed differs from one comparison to the next."""
     tokens_per_s: float | None = None
     mfu: float | None = None
     """Share of the GPU's dense bf16 peak, whatever the precision: one yardstick for all rows."""
@@ -192,9 +192,9 @@ class _Waterfall:
         self.start = ", ".join(f"{name} {catalogue.value_words(value)}" for name, value in start.items())
         self.state = self.first = arms.held(start)
         self.reference: Measurement | None = None
-        """What numbers with other roundings are compared with: the first state that ran."""
+        """The reference for numbers with other roundings: the first state that ran."""
         self.sound: tuple[Switches, float] | None = None
-        """What a change must train as well as, and its tokens/s: the first state that ran, or with another training."""
+        """The reference for how well a change trains, and its tokens/s: the first state that ran, or with another training."""
         self.runs = self.naive_runs = False
         """Whether the present state, and the naive one, ever ran."""
         self.kept: list[tuple[catalogue.Optimization, Switches]] = []
@@ -323,7 +323,7 @@ class _Waterfall:
         return replace(self._compared(row, turned, self.state, runs=True), numerics=numerics)
 
     def _all(self) -> AblationRow:
-        """Everything kept against the first state, beside what the guide claims of all its changes together."""
+        """Everything kept against the first state, with what the guide claims for all its changes together."""
         overall = [quote for quote in self.part.quotes if quote.of == "all"]
         row = AblationRow(
             name="all kept", stage="all", workload=self.workload,

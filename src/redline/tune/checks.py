@@ -105,7 +105,7 @@ class Case:
     graphs_after: int
     waited_share: float
     rule: Check | None = None
-    """Of a learning rule other than back-propagation."""
+    """The check of a learning rule other than back-propagation."""
 
     @property
     def model(self) -> Transformer:
@@ -289,7 +289,7 @@ def _recompute(case: Case) -> Check:
     told = not case.cuda and case.mixing == "softmax"
     if not calls or (plan == "selective" and calls == ran and not told):
         return unseen(name, f"{evidence}; another plan would show the same")
-    # What is kept passes torch's dispatch twice the first time and once the second; what is not, once each time.
+    # Kept results pass torch's dispatch twice the first time and once the second; others once each time.
     kept = ran != calls if ran else plan == "selective"
     holds = calls == (1 if plan == "none" else 2) * blocks
     return checked(name, holds and (plan == "none" or kept == (plan == "selective")), evidence)
@@ -342,8 +342,8 @@ def _update_graph(case: Case) -> Check:
 
 
 def _sync(case: Case) -> Check:
-    """In whole turns of the loop. On a GPU torch reports where the host waits; on a CPU the numbers read are counted.
-    fp16 reads one an update."""
+    """Waits in whole turns of the loop. On a GPU torch reports where the host waits; on a CPU the numbers read are counted.
+    fp16 reads one per update."""
     name, fp16 = "no hidden sync", int(case.plan.precision == "fp16")
     if not case.cuda:
         count, allowed = case.in_update.reads, fp16 + (not case.packed)
@@ -396,7 +396,7 @@ def generation_graphs(model: Transformer) -> Check:
     room = Room(slots=8, prompts=8, max_prompt_tokens=16, max_new_tokens=16)
     decoder = Decoder(model, room, whole_batch=False)
     decoder.read([[1, 2, 3, 4]], [0])
-    two = np.arange(2)  # one row alone has kernels of its own, which are no blocks (engine/one_row)
+    two = np.arange(2)  # a single row has its own kernels, which do not run blocks (engine/one_row)
     decoder.start([Start([0, 1], 0, 4, 16, Sampling(max_new_tokens=16), (), seed=0, first_sample=0)])
     try:
         decoder.launch(two, steps=2, filtered=False).wait()  # captures

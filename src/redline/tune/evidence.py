@@ -31,7 +31,7 @@ DTYPES = {
     "c10::Float8_e5m2": "fp8",
 }
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
-"""Of layers. Explicit attention multiplies batches (`bmm`), always in fp32."""
+"""Matrix products of layers. Explicit attention multiplies batches (`bmm`), always in fp32."""
 READ = "aten::_local_scalar_dense"
 """A number that the host reads out of a tensor."""
 EMBEDDING = "aten::embedding"
@@ -69,7 +69,7 @@ class Trace:
     kernels: Counter[str] = field(default_factory=Counter)
     """On the GPU; empty on a CPU."""
     embedded: list[tuple[int, ...]] = field(default_factory=list)
-    """Shapes of the tokens that were looked up, one for each pass of a training."""
+    """Shapes of the tokens that were looked up, one for each pass of training."""
     reads: int = 0
     """Numbers that the host read outside optimiser steps; inside them torch reads many on a CPU."""
 
@@ -81,10 +81,10 @@ ATTENTION_KINDS = {
     ),
     "cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
     "efficient": ("aten::_scaled_dot_product_efficient_attention",),
-    # for packed rows on a GPU in half precision: one operation a block
+    # for packed rows on a GPU in half precision: one operation per block
     "short": ("_ShortAttention",),
     "varlen": ("torch_attn::_varlen_attn",),
-    # our kernel, and an operation that nothing but its form in PyTorch uses: one a block
+    # our kernel, and an operation that nothing but its form in PyTorch uses: one per block
     "favor": ("redline::favor", "aten::_cummax_helper"),
 }
 

@@ -32,7 +32,7 @@ NORM_FACTOR = 10.0
 class Guarded(NamedTuple):
     passed: bool
     words: str
-    """With the figures."""
+    """What was found, with the figures."""
 
 
 def guard(reference: Measurement, measured: Measurement, effect: Effect, *, precision: str) -> Guarded:

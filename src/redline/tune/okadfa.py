@@ -144,7 +144,7 @@ def _row(
     if not reached:
         raise TrainingError(f"{arm.name} diverged at every learning rate ({lrs}): give lower ones")
     best = min(reached, key=lambda lr: reached[lr])
-    for lr in set(lrs) - {best}:  # eight arms of 124M would leave 36 GB
+    for lr in set(lrs) - {best}:  # eight arms at 124M would leave 36 GB
         shutil.rmtree(place(lr, first) / "checkpoints", ignore_errors=True)
     runs = [found for seed in range(first, first + seeds) if (found := run(best, seed)) is not None]
     validated = [[line for line in run.metrics if "valid_loss" in line] for run in runs]

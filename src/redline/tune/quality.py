@@ -1,4 +1,4 @@
-"""The quality guard: does a change leave what the training reaches as good as it was? No torch.
+"""The quality guard: does training with a change reach as good a result as without it? No torch.
 
     judge = Judge(folder, facts, seeds=3, seconds=60, margin=None, train=train_in_process, progress=print)
     judge.same_training((recipe, rules), (recipe, plan), tokens_per_s)     # another plan: the same updates
@@ -40,12 +40,12 @@ Trained = tuple[Recipe, Plan]
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """What training two arms to the end says."""
+    """The result of training two arms to the end."""
 
     figure: Figure
     verdict: MarginVerdict
     before: tuple[float, ...] = ()
-    """Of every seed that both arms finished."""
+    """Figures of every seed that both arms finished."""
     after: tuple[float, ...] = ()
     worse_by: float | None = None
     """Mean over the seeds, positive if worse; of seconds, of their logarithm."""
@@ -91,14 +91,14 @@ class Judge:
     facts: MachineFacts
     seeds: int
     seconds: float
-    """What a run of pre-training may take in the state before the change; other workloads train to their end."""
+    """Seconds of a pre-training run without the change; other workloads train to their end."""
     margin: float | None
     """None: LOSS_MARGIN or ACCURACY_MARGIN."""
     train: Train
     progress: Say
 
     def same_training(self, before: Trained, after: Trained, tokens_per_s: float) -> Quality:
-        """The same updates under both plans. `tokens_per_s`: of the first, which says how many fit the time."""
+        """Compare the same updates under both plans. `tokens_per_s` of the first says how many fit the time."""
         arms = [self._arm(self._cut(recipe, tokens_per_s), plan) for recipe, plan in (before, after)]
         figure: Figure = "accuracy" if before[0].workload in ("rft", "rl") else "loss"
         margin = self.margin or (ACCURACY_MARGIN if figure == "accuracy" else LOSS_MARGIN)
@@ -117,7 +117,7 @@ class Judge:
         return _judged(figure, pairs, margin)
 
     def other_training(self, before: Trained, after: Trained, tokens_per_s: float) -> Quality:
-        """The same time for both recipes; refuses those whose losses do not compare."""
+        """Compare both recipes over the same time; refuse those whose losses are not comparable."""
         arms = [self._arm(self._timed(recipe, tokens_per_s), plan) for recipe, plan in (before, after)]
 
         def say(text: str) -> None:
@@ -136,7 +136,7 @@ class Judge:
         there = [lane.at(loss) for lane in lanes]
         if len(there[1]) < self.seeds:
             ends = [b - a for a, b in zip(lanes[0].lowest, lanes[1].lowest, strict=True)]
-            worse = paired(ends).low > 0  # one of a few seeds may well end higher
+            worse = paired(ends).low > 0  # one seed of a few may well end higher
             note = f"{len(there[1])} of {self.seeds} seeds reached a loss of {loss:.4f}"
             return Quality(figure=figure, verdict="worse" if worse else "cannot tell", note=note)
         pairs = [(a.seconds, b.seconds) for a, b in zip(*there, strict=True)]

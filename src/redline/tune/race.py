@@ -182,7 +182,7 @@ def trained(arm: Arm, folder: Path, seed: int, train: Train, *, resume: bool = F
         if (why := train(wanted, folder, arm.plan)) is not None:
             return why
     run = read_run(folder)
-    if run.state.ending == "stopped":  # by a signal that was sent to it alone
+    if run.state.ending == "stopped":  # by a signal sent to it alone
         raise MachineError(f"{folder} was interrupted ({run.state.text}): run the same command again")
     return run
 
@@ -223,13 +223,13 @@ def curve_of(run: Run) -> tuple[Point, ...]:
 
 
 def _to_first_update_s(run: Run) -> float:
-    """From the command to the end of the first update; without the event, what the loop itself took."""
+    """Time from the command to the end of the first update; without the event, what the loop itself took."""
     told = [event["total_s"] for event in run.events if event["event"] == "start_up"]
     return float(told[0] if told else run.metrics[0]["elapsed_s"])
 
 
 def _start_up_s(run: Run) -> float:
-    """The same, less the time of an ordinary update."""
+    """The start-up: the same, less the time of an ordinary update."""
     return max(0.0, _to_first_update_s(run) - (run.typical("step_s") or 0.0))
 
 
@@ -352,7 +352,7 @@ def recorded(path: Path, arms: Sequence[Arm], facts: MachineFacts, seeds: int) -
 
 
 def slower_than(result: Result, before: Result) -> list[str]:
-    """What is slower than in the recorded race, beyond the interval over the seeds."""
+    """The recipes slower than in the recorded race, beyond the interval over the seeds."""
     then = {lane.name: lane for lane in before.lanes if lane.curves}
     both = [(lane, then[lane.name]) for lane in result.lanes if lane.name in then]
     return [why for pair in both if (why := _slower(*pair))]

@@ -84,7 +84,7 @@ class _Search:
         self.best_measured = self.rules_measured = self.alone = Measurement(outcome="ok")
         """What the best plan gave; what the rules' plan gave; and what the latter gave alone, at the start."""
         self.gains: list[Comparison] = []
-        """Those that were kept: what the best plan is worth is their product."""
+        """Comparisons of the changes that were kept: what the best plan is worth is their product."""
         self.table = TrialTable(turns.say)
         self.untried: list[str] = []
         self.why: dict[str, Why] = {}
@@ -239,7 +239,7 @@ class _Search:
         return wins, numbers.words, numbers.passed
 
     def _explain(self, candidate: Candidate, pair: Pair, kept: bool) -> None:
-        """What was measured becomes the reason for the value that was tried."""
+        """Make what was measured the reason for the value that was tried."""
         for name, value in candidate.change.items():
             before = self.why.get(name, self.rules.why[name]).reason
             won = f"measured {pair.comparison} against {getattr(self.best, name)}"
@@ -262,7 +262,7 @@ class _Search:
             return None
         self.untried.append(candidate.name)
         needs, left = format_duration(cost_s), format_duration(left_s)
-        return f"not tried: it takes about {needs}, and {left} remain before the last comparison"
+        return f"not tried: it takes about {needs}, but only {left} remain before the last comparison"
 
     def _last_pair(self) -> Pair | None:
         """The rules' plan and the best one, with all blocks: both are known to run."""

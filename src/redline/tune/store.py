@@ -3,12 +3,12 @@ finds. No torch.
 
     $REDLINE_CACHE/tune/<machine>-<work>-<pins>/
         recipe.toml       what is trained: trials of another recipe do not belong here
-        trials.jsonl      one line a finished trial; a trial that stands there is not run again
+        trials.jsonl      one line per finished trial; a trial listed there is not run again
         plan.json         the fastest plan, every value with its reason
         result.json       how much faster than the rules' plan, measured when, on what
 
 The machine key holds GPU, driver, CPU and torch version; the work what one update computes (model, length, batch,
-optimiser, adapters); the pins what the user fixed. Another of any of them is another tuning.
+optimiser, adapters); the pins what the user fixed. If any of them differs, it is another tuning.
 """
 
 import json
@@ -38,11 +38,11 @@ class TrialRow:
     outcome: TrialOutcome | None = None
     """None: not tried."""
     tokens_per_s: float | None = None
-    """From the median block."""
+    """Tokens/s of the median block."""
     memory_bytes: int | None = None
     """Peak reserved by torch; on a CPU resident."""
     comparison: Comparison | None = None
-    """With the best plan so far."""
+    """The comparison with the best plan so far."""
     rounds: int | None = None
     """Blocks of each in the comparison; below FEWEST_BLOCKS if it was given up early."""
     verdict: str
@@ -53,7 +53,7 @@ class TrialRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningResult:
-    """What a tuning found."""
+    """The result of a tuning."""
 
     tuned_at: str
     """ISO time, UTC."""

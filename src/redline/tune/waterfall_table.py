@@ -1,4 +1,4 @@
-"""The table of an ablation as Markdown, claimed beside measured. No torch."""
+"""The table of an ablation as Markdown, claimed against measured. No torch."""
 
 from collections.abc import Sequence
 

@@ -30,14 +30,14 @@ _SPELT = re.compile(
 
 
 def number(raw: Any) -> float | None:
-    """A value of a log as a number, nan and inf among them; None for what is none."""
+    """A value of a log as a number, nan and inf included; None if it is not one."""
     if isinstance(raw, bool):
         return None
     try:
         value = float(raw.replace("nan.0", "nan") if isinstance(raw, str) else raw)  # NeMo's bar
     except (TypeError, ValueError, OverflowError):
         return None
-    # 400 digits are no number of a trainer, and no infinity either
+    # 400 digits are neither a number of a trainer nor infinity
     return None if math.isinf(value) and isinstance(raw, str) and raw.lstrip("+-")[:1].isdigit() else value
 
 

@@ -26,7 +26,7 @@ _ONE_GPU = re.compile(r"\b(gpu|device|chip|rank)\b")
 
 @cache
 def synonyms() -> dict[str, list[re.Pattern[str]]]:
-    """Of each quantity the names that it goes by, the surest first. `--map` may name any of them."""
+    """The names that each quantity goes by, the surest first. `--map` may name any of them."""
     known = table("columns")["quantities"]
     return {quantity: [compiled(name, "columns") for name in names] for quantity, names in known.items()}
 
@@ -35,7 +35,7 @@ def synonyms() -> dict[str, list[re.Pattern[str]]]:
 class Column:
     label: str
     factor: float | None = 1.0
-    """What a value is multiplied with; None where the unit is not known."""
+    """The factor for values; None where the unit is not known."""
     one_gpu: bool = False
     told: bool = False
     """Whether the user gave the unit."""
@@ -43,7 +43,7 @@ class Column:
 
 @lru_cache(maxsize=4096)
 def plain(label: str) -> tuple[str, str]:
-    """A label in plain words, and the unit that stands in it."""
+    """A label in plain words, and the unit in it."""
     unit, name = "", label.rpartition(" - ")[2]  # W&B: lively-tree-3 - train/loss
     if bracket := re.search(r"\s*[(\[]([^()\[\]]{1,24})[)\]]\s*$", name):
         inside = bracket[1].strip().lower()
@@ -108,5 +108,5 @@ def _factor(quantity: str, name: str, unit: str) -> float | None:
 
 
 def is_held_out(label: str) -> bool:
-    """Whether a column is of a validation and not of training."""
+    """Whether a column belongs to validation, not to training."""
     return HELD_OUT.search(plain(label)[0]) is not None

@@ -34,7 +34,7 @@ MOST_BYTES = 512 * 2**20
 HEAD = 200_000
 """Characters of a console in which its trainer and facts are looked for."""
 MOST_CHARACTERS = 65_536
-"""Of a line: what is longer is a dump and not a line of numbers. JSON is read whole."""
+"""Most characters of a line: a longer one is a dump, not a line of numbers. JSON is read whole."""
 _PACKED: dict[bytes, Any] = {b"\xfd7zXZ\0": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
 TEXT = patterns("text")
 
@@ -44,7 +44,7 @@ def text_of(path: Path) -> str:
     raw = bytes_of(path)
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         encoding = "utf-16"
-    elif len(raw) > 3 and raw[1:4096:2].count(0) > 0.4 * len(raw[1:4096:2]):  # PowerShell, without a mark
+    elif len(raw) > 3 and raw[1:4096:2].count(0) > 0.4 * len(raw[1:4096:2]):  # PowerShell, no BOM
         encoding = "utf-16-le"
     else:
         encoding = "utf-8-sig"
@@ -101,10 +101,10 @@ class Source:
     text: str
     """Where facts may stand: a console, or what a table has besides its rows."""
     marks: str
-    """By which its trainer is recognised."""
+    """The text by which its trainer is recognised."""
     notes: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    """Of a console."""
+    """The lines of a console."""
     pauses: list[tuple[int, str]] = field(default_factory=list)
     """Lines that tell of a validation or a checkpoint and hold no update."""
 
@@ -148,7 +148,7 @@ def _json(text: str) -> Any:
 
 
 def _whole(value: Any, text: str, source: Path) -> Source | None:
-    """A file that is one JSON value: the Trainer's state, a list of lines, lists beside each other, or one line."""
+    """A file that is one JSON value: the Trainer's state, a list of lines, parallel lists, or one line."""
     if isinstance(value, dict) and isinstance(value.get("log_history"), list):
         rows = [row for row in value["log_history"] if isinstance(row, dict)]
         state = {key: item for key, item in value.items() if not isinstance(item, dict | list)}
@@ -259,7 +259,7 @@ def _scalar(value: Any) -> float | None:
 
 
 def _shown(cells: list[Any]) -> str:
-    """What the cells of a notebook put out, as one console."""
+    """The output of a notebook's cells, as one console."""
     shown: list[str] = []
     lists = [cell.get("outputs") for cell in cells if isinstance(cell, dict)]
     outputs = [one for each in lists if isinstance(each, list) for one in each if isinstance(one, dict)]

@@ -20,11 +20,11 @@ from redline.diagnose.trainers import Trainer, facts_of, recognise
 
 FOLLOWS = {*TIMERS, "step_s", "loss", "mfu", "tflops", "memory_bytes", "tokens", "tokens_total"}
 FOLLOWS |= {"tokens_per_s", "samples_per_s", "updates_per_s"}
-"""What may stand on a line of its own behind that of its update."""
+"""What may stand on a separate line after that of its update."""
 
 
 def read_log(path: Path, columns: Mapping[str, str], given: Mapping[str, Any]) -> Observed | None:
-    """The log at a path; None where the file holds no training. `given` are facts that the user tells."""
+    """The log at a path; None if the file holds no training. `given`: facts from the user."""
     source, name = source_of(path), str(path)
     trainer = recognise(source.marks)
     listed = source.rows[0].cells.keys() if source.format == "csv" and source.rows else ()
@@ -66,7 +66,7 @@ def _of_a_table(log: Log, source: Source, name: str) -> list[Row]:
 
 
 def _of_runs(runs: Sequence[Mapping[str, Any]], source: str, trainer: Trainer) -> Observed:
-    """A table with a line a run: what most of them share."""
+    """A table with one line per run: what most of them share."""
     cells = {name: [v for row in runs if (v := finite(row.get(name)))] for name in runs[0]}
     found = {ours: cells.get(name, []) for name, ours in table("columns")["of_a_run"].items()}
     counts = [v for name in ("_step", "iter", "step") for v in cells.get(name, [])]
@@ -78,13 +78,13 @@ def _of_runs(runs: Sequence[Mapping[str, Any]], source: str, trainer: Trainer) -
 
 
 def _of_a_console(log: Log, source: Source) -> list[Row]:
-    """The lines of the training: those with a step, else the next best that shows one; none where there is none."""
+    """The training lines: those with a step, else the next best that show one; none if no line does."""
     plain = [row for row in log.rows if not row.bar]
     rows = [row for row in plain if row.step >= 0]
     _attach(rows, plain)
     if rows and all(row.counter == "fraction" and row.step == row.total for row in rows):
         for number, row in enumerate(rows, start=1):
-            row.step *= number  # 100/100 [=====]: a line an epoch, always at its last step
+            row.step *= number  # 100/100 [=====]: one line per epoch, always at its last step
     if len({row.step for row in rows}) == 1 and all(row.counter == "fraction" for row in rows):
         for row in rows:
             row.step, row.total = int(row.total), 0.0  # 0/50, SamplesPerSec=13.2: the epoch, and the step
@@ -105,20 +105,20 @@ def _of_a_console(log: Log, source: Source) -> list[Row]:
 
 
 def _longest(rows: Sequence[Row], notes: list[str]) -> list[Row]:
-    """Of the runs in a log the one that is read."""
+    """The run of a log that is read."""
     runs, counted_on = runs_of(rows)
     told = [sum(row.trained or "step_s" in row.values for row in each) for each in runs]
     run = max(zip(told, map(len, runs), range(len(runs)), runs, strict=True))[-1]
     if len(runs) > 1:
         steps = f"steps {run[0].step:,} to {run[-1].step:,}"
-        notes.append(f"{len(runs)} runs in this log; the longest, {steps}, is read")
+        notes.append(f"{len(runs)} runs in this log; reading the longest, {steps}")
     if counted_on:
-        notes.append(f"the step starts again with each epoch: counted on to {run[-1].step:,}")
+        notes.append(f"the step restarts with each epoch: counted on to {run[-1].step:,}")
     return run
 
 
 def _facts_around(run: Sequence[Row], source: Source, trainer: Trainer) -> dict[str, Any]:
-    """What stands before a run, at its beginning and at the end of the log."""
+    """The facts before a run, at its beginning and at the end of the log."""
     start, lines = run[0].place, source.lines
     head = "\n".join(lines[:start])[-HEAD:], "\n".join(lines[start : start + 200]), "\n".join(lines[-200:])
     facts = facts_of(trainer, "\n".join(head))
@@ -130,15 +130,15 @@ def _facts_around(run: Sequence[Row], source: Source, trainer: Trainer) -> dict[
 
 
 def _trains(rows: Sequence[Row]) -> bool:
-    """Whether rows are of a training: a step that grows, with a loss or a time."""
+    """Whether rows are from training: a step that grows, with a loss or a time."""
     shown = TIMES | {"grad_norm", "tflops"}
     told = any(row.trained or shown & row.values.keys() for row in rows)
     return told and len({row.step for row in rows}) > 1
 
 
 def _placed(rows: list[Row], log: Log, text: str) -> list[Row]:
-    """Lines of Hugging Face's Trainer without its bar: they tell their epoch, and its head or its closing line how many
-    steps there are of how many epochs."""
+    """Lines of Hugging Face's Trainer without its bar: they give their epoch, and its head or its closing line gives the
+    number of steps and of epochs."""
     names = ("Total optimization steps", "Num Epochs")
     told = [re.search(rf"{name} = ([\d,]{{1,12}})\b", text) for name in names]
     steps, epochs = (float(found[1].replace(",", "")) if found else 0.0 for found in told)
@@ -151,7 +151,7 @@ def _placed(rows: list[Row], log: Log, text: str) -> list[Row]:
 
 
 def _by_checkpoints(lines: Sequence[str]) -> list[Row]:
-    """Where no line tells of an update, when each checkpoint was written."""
+    """If no line shows an update: when each checkpoint was written."""
     found: dict[int, tuple[int, float]] = {}
     for place, line in enumerate(lines):
         named = re.search(r"checkpoint-(\d{1,9})\b", line) or re.search(r"Running (training)", line)
@@ -173,7 +173,7 @@ def _counted(rows: list[Row], notes: list[str]) -> list[Row]:
 
 
 def _bar(log: Log, lines: Sequence[Row]) -> list[Row]:
-    """The progress bar of the training, with what `lines` say of its steps and the losses that the Trainer prints beside
+    """The progress bar of the training, with what `lines` say about its steps and the losses that the Trainer prints beside
     it: those come with an epoch, often far from their step, and the epoch says which step it is."""
     bars: dict[str, list[Row]] = {}
     for row in log.rows:
@@ -206,7 +206,7 @@ def _bar(log: Log, lines: Sequence[Row]) -> list[Row]:
 
 
 def _attach(rows: Sequence[Row], others: Sequence[Row]) -> None:
-    """Lines without a step (timers, the numbers of a block) to the update before them."""
+    """Attach lines without a step (timers, the numbers of a block) to the update before them."""
     places = [row.place for row in rows]
     for row in others:
         if row.step < 0 and (at := bisect_right(places, row.place) - 1) >= 0:
@@ -217,7 +217,7 @@ def _attach(rows: Sequence[Row], others: Sequence[Row]) -> None:
 
 
 def _mark_pauses(run: Sequence[Row], pauses: Sequence[tuple[int, str]]) -> None:
-    """Mark updates behind a line about a validation or a checkpoint, unless the rows tell of them."""
+    """Mark updates that follow a line about a validation or a checkpoint, unless the rows show those."""
     places = [row.place for row in run]
     told = any(took for row in run for took in row.pauses.values())
     for place, kind in pauses if not told else ():
@@ -266,7 +266,7 @@ def _step(row: Row, lost: set[int]) -> Step:
 
 
 def _lost(run: Sequence[Row]) -> set[int]:
-    """The steps whose loss is no number: nan or inf, and nulls at the end, three or more and more than ever stood between
+    """The steps whose loss is not a number: nan or inf, and nulls at the end: at least three, and more than ever came between
     two losses (a closing summary has none)."""
     nulls: list[int] = []
     most = 2
@@ -280,19 +280,19 @@ def _lost(run: Sequence[Row]) -> set[int]:
 
 
 def _contradicted(run: Timed, facts: Facts) -> float | None:
-    """tokens/s as printed, where neither all GPUs nor one of them make it."""
+    """tokens/s as printed, if neither all GPUs nor one of them can produce it."""
     rate, step_s, tokens = (run.typical(name) for name in ("tokens_per_s", "step_s", "tokens"))
     if not rate or not step_s or not tokens or run.source.startswith("tokens"):
         return None
     rates = [row.values["tokens_per_s"] for row in run.rows if "tokens_per_s" in row.values]
     if all(before < after for before, after in pairwise(rates)):
-        return None  # a mean since a slow start
+        return None  # includes a slow start
     ratio = physics.whole(tokens / (rate * step_s))
     return rate if ratio and ratio > 1 and ratio != facts.gpus else None
 
 
 def _updates(run: Sequence[Row], log: Log) -> int:
-    """The last step's number where the log starts at the beginning, else how many updates it shows."""
+    """The last step's number if the log starts at the beginning, else the number of updates it shows."""
     end, trained = run[-1].step, [row for row in run if row.trained] or run
     if run[0].bar or (len(run) == 1 and end == run[0].total):
         return end

@@ -1,10 +1,10 @@
-"""Console lines to rows. Most consoles are a few line skeletons, repeated with other numbers: the skeleton says what
-each number is called, and is looked at once however often it comes.
+"""Console lines to rows. Most consoles are a few line skeletons, repeated with other numbers: the skeleton gives the name of
+each number, and is parsed once however often it comes.
 
     "step 5/100 | loss: 3.21 | dt: 410.25ms | 143631 tok/s"
     -> {"step": "5", "step total": "100", "loss": "3.21", "dt": "410.25" in ms, "tok/s": "143631"}
 
-A number is called by the words before it, back to the last separator; where there are none, by its unit. Source code
+A number is named by the words before it, back to the last separator; if there are none, by its unit. Source code
 printed on top of a log has no skeleton that comes again with a growing step, and so leaves no run.
 """
 
@@ -35,7 +35,7 @@ class Mined:
     units: dict[str, str]
     stamp: str = ""
     bar: str = ""
-    """Of a progress bar its name and length: rows of one bar belong together."""
+    """Name and length of a progress bar: rows of one bar belong together."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ def _dict(place: int, line: str, at: int) -> Mined | None:
 
 
 def _understand(key: str) -> _Skeleton:
-    """What the numbers of a skeleton are called, and whether any of them is of interest."""
+    """The names of a skeleton's numbers, and whether any of them is of interest."""
     parts = key.split("\0")
     columns = tuple(_columns(parts))
     names = {label: unit for _, label, unit in columns}
     chosen = assign(names)
     held = [label for label in names if is_held_out(label) and ("loss" in label.lower() or "step" in chosen)]
-    # [step=10/5000], and its numbers on the lines behind it
+    # [step=10/5000], and its numbers on the lines that follow
     whole = [name for name in names if name.endswith(" total") and name != "fraction total"]
     useful = bool(chosen.keys() - {"epoch", "step", "remaining_s", "batch_size"} or held)
     useful |= "step" in chosen and len(columns) <= 6 and bool(whole)

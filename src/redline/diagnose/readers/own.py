@@ -70,7 +70,7 @@ def _plan_and_recipe(run: read.Run) -> tuple[Recipe | None, Plan | None, tuple[s
 
 
 def _facts(run: read.Run, recipe: Recipe | None, watched: bool) -> Facts:
-    """What plan.json says of model and machine: that of a run of ours, or of a loop that we watched."""
+    """What plan.json says about model and machine, for a run of ours or a loop that we watched."""
     seen = run.plan
     if not seen or (recipe is None and not watched):
         return Facts()
@@ -96,5 +96,5 @@ def _facts(run: read.Run, recipe: Recipe | None, watched: bool) -> Facts:
         )
     except (AttributeError, KeyError, TypeError) as error:
         raise DataError(
-            f"{run.path / 'plan.json'} is not what a watched loop writes: {error!r}; move it away to go on without it"
+            f"{run.path / 'plan.json'} is not what a watched loop writes: {error!r}; move it away to continue without it"
         ) from error

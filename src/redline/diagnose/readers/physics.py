@@ -1,7 +1,7 @@
 """Numbers that follow from others, and numbers that contradict each other.
 
-    tokens an update = tokens/s x seconds an update        batch = micro-batch x accumulation x GPUs
-    MFU = tokens/s of one GPU x FLOPs a token / peak
+    tokens per update = tokens/s x seconds per update      batch = micro-batch x accumulation x GPUs
+    MFU = tokens/s of one GPU x FLOPs per token / peak
 
 What a log does not state is solved for where only one whole number fits; what it states twice is compared. Nothing is
 made up: a fact that no equation gives stays unknown.
@@ -22,9 +22,9 @@ from redline.machine.specs import SPECS
 NEAR = 0.06
 """How far a ratio may be from a whole number: printed figures are rounded, and a running mean lags."""
 LEAST_MFU = 0.005
-"""A smaller one has too few digits to tell a number of GPUs from it."""
+"""A smaller one has too few digits to derive a number of GPUs from it."""
 VOCABULARY = 50_257
-"""Of GPT-2: where a model's size is estimated from its shape."""
+"""GPT-2's vocabulary, for a model size estimated from its shape."""
 _ONE_GPU = re.compile(r"\s?\bper (?:gpu|device|chip)\b")
 Known = dict[str, Any]
 
@@ -58,14 +58,14 @@ def solve(known: Known, run: Timed, trainer: Trainer, *, one_gpu: bool, summary:
         tokens = known["row_tokens"] * known["batch_size"]
     if rate and step_s:
         if not tokens and one_gpu and known["gpus"] is None:
-            unknown = "tokens/s is of one GPU, and the log does not say how many there are (--fact gpus=N)"
+            unknown = "tokens/s is for one GPU, and the log does not say how many there are (--fact gpus=N)"
             run.notes.append(unknown)
         elif not tokens:
             tokens = rate * step_s * (known["gpus"] if one_gpu else 1.0)
         _whose_rate(known, (tokens or 0.0) / (rate * step_s), rate, one_gpu, run.notes)
     if trainer.entry.get("frames") and known.get("frames"):
         tokens = None
-        run.notes.append("its tokens are frames of sound, so nothing is said about FLOPs")
+        run.notes.append("its tokens are audio frames, so nothing is said about FLOPs")
     _gpus(known, run, trainer, tokens)
     tflops = run.typical("tflops")
     if tflops and "flops_per_token" not in known:
@@ -92,7 +92,7 @@ def _model_and_memory(known: Known, run: Timed, trainer: Trainer, summary: dict[
     if "parameters" not in known and layers and width and known.get("experts", 0) < 2:
         known["parameters"] = 12 * layers * width**2 + VOCABULARY * width
         size = f"{known['parameters'] / 1e6:,.0f}M parameters"
-        run.notes.append(f"{size}, estimated from layers and width (--fact parameters=N overrules)")
+        run.notes.append(f"{size}, estimated from layers and width (--fact parameters=N overrides this)")
     for fact, names in table("columns")["lengths"].items():
         if values := [row.more[name] for row in run.rows for name in names if name in row.more]:
             known.setdefault(fact, median(values))
@@ -111,19 +111,19 @@ def _batch(known: Known, run: Timed, step_s: float | None, summary: dict[str, fl
         sizes.append(known["micro_batch"] * known["gpus"] * known.get("accumulation", 1.0))
     known.setdefault("batch_size", next(filter(None, sizes), None))
     seq_len, tokens = known.get("seq_len"), known.get("tokens")
-    if seq_len and not known.get("trained_parameters"):  # rows of a fine-tuning are shorter than its limit
+    if seq_len and not known.get("trained_parameters"):  # fine-tuning rows are shorter than the limit
         known["batch_size"] = known["batch_size"] or (tokens / seq_len if tokens else None)
         known["tokens"] = tokens or (known["batch_size"] * seq_len if known["batch_size"] else None)
 
 
 def _whose_rate(known: Known, ratio: float, rate: float, one_gpu: bool, notes: list[str]) -> None:
-    """Whose tokens/s the log prints: `ratio` is tokens an update over those that the rate gives."""
+    """Whose tokens/s the log prints: `ratio` is the tokens of an update over those that the rate gives."""
     factor = whole(ratio)
     if one_gpu and factor:
         known["gpus"] = known.get("gpus") or factor
     gpus = known.get("gpus")
     if factor and factor == gpus and factor > 1:
-        one = f"the printed {rate:,.0f} tokens/s are of one GPU"
+        one = f"the printed {rate:,.0f} tokens/s are for one GPU"
         notes.append(f"{one}; all {gpus:.0f} together make {rate * gpus:,.0f}")
 
 
@@ -150,7 +150,7 @@ def _gpus(known: Known, run: Timed, trainer: Trainer, tokens: float | None) -> N
     if number and number != known.get("gpus"):
         known["gpus"] = number
         many = f"{number:.0f} GPU{'s' if number > 1 else ''}"
-        run.notes.append(f"{many}, from its tokens/s, parameters and MFU (--fact gpus=N overrules)")
+        run.notes.append(f"{many}, from its tokens/s, parameters and MFU (--fact gpus=N overrides this)")
 
 
 def _by_two_rates(run: Timed) -> float | None:

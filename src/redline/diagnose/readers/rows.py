@@ -22,7 +22,7 @@ from redline.errors import ConfigError, DataError, nearest
 TIMES = {"step_s", "tokens_per_s", "samples_per_s", "updates_per_s", "mean_updates_per_s", "mean_step_s"}
 TIMES |= {"elapsed_s", "at_s"}
 LATE = 3
-"""Lines by which one may come late."""
+"""How many lines late a line may come."""
 SIGNED = ("loss", "mfu", "grad_norm")
 
 
@@ -44,15 +44,15 @@ class Row:
     """Whether it holds results of a validation."""
     total: float = 0.0
     fine_s: float = 0.0
-    """To how many seconds its clock is exact."""
+    """Precision of its clock in seconds."""
     stamp_s: float | None = None
     bar: str = ""
     counter: str = ""
     """The label of its step."""
     pauses: dict[str, float] = field(default_factory=dict)
-    """Validations and checkpoints since the update before, and how long they took; 0 where that is not told."""
+    """Validations and checkpoints since the update before, and how long they took; 0 if unknown."""
     after_s: float = 0.0
-    """Time between this update and the start of the next, in a validation that has a line of its own."""
+    """Time between this update and the start of the next, in a validation that has its own line."""
 
     @property
     def trained(self) -> bool:
@@ -66,7 +66,7 @@ class Log:
     rows: list[Row]
     summary: dict[str, float] = field(default_factory=dict)
     columns: dict[str, Column] = field(default_factory=dict)
-    """Of each quantity the column it is read from, as most lines have it."""
+    """The column that each quantity is read from, as most lines have it."""
     unread: list[str] = field(default_factory=list)
 
 
@@ -108,7 +108,7 @@ class _Shape:
 
 
 def _shape(line: Mined, named: dict[str, Column]) -> _Shape:
-    """What the user names goes before what the labels seem to mean. A step that is not a whole number is a time:
+    """What the user names takes precedence over what the labels seem to mean. A step that is not a whole number is a time:
     `[29/510] Batch 0.271`."""
     labels = {name: line.units.get(name, "") for name in line.cells}
     columns, times = assign(labels), dict[str, Column]()
@@ -131,7 +131,7 @@ def _given(given: Mapping[str, str], labels: Mapping[str, str], source: str) -> 
     for quantity, text in given.items():
         if quantity not in (known := synonyms()):
             near = nearest(quantity, known)
-            raise ConfigError(f"--map knows no {quantity!r}{near}; it may name {', '.join(known)}")
+            raise ConfigError(f"--map does not know {quantity!r}{near}; it takes {', '.join(known)}")
         name, unit = (text, plain(text)[1]) if text in labels else text.rpartition(":")[::2]
         if name not in labels:
             name = name or text
@@ -141,13 +141,13 @@ def _given(given: Mapping[str, str], labels: Mapping[str, str], source: str) -> 
         if unit and unit.lower() not in units:
             may = ", ".join(filter(None, units)) or "none"
             given_as = f"--map {quantity}={text}"
-            raise ConfigError(f"{given_as}: {quantity} knows no unit {unit!r}; it may have {may}")
+            raise ConfigError(f"{given_as}: {quantity} has no unit {unit!r}; it takes {may}")
         found[quantity] = Column(name, units.get(unit.lower(), 1.0), told=True)
     return found
 
 
 def _names(labels: Iterable[str]) -> str:
-    """Names of columns for a message, whatever stands in them."""
+    """Names of columns for a message, whatever they contain."""
     return ", ".join(name if name.isprintable() else repr(name) for name in sorted(labels))[:800] or "none"
 
 
@@ -221,12 +221,12 @@ def _total(cells: Mapping[str, Any], columns: Mapping[str, Column]) -> float:
 
 
 def runs_of(rows: Sequence[Row]) -> tuple[list[list[Row]], bool]:
-    """The rows of each run, one a step, and whether steps had to be counted on because they start again with every
+    """The rows of each run, one per step, and whether steps had to be counted on because they start again with every
     epoch.
 
     Lines of one step are joined: Lightning writes training and validation on separate ones, and ranks print the same.
-    A line that goes back and contradicts what stands there is of another run; one that only comes late is not. Lines
-    that count by another name than most (of an epoch, of a validation) add to the updates and are none.
+    A line that goes back and contradicts what is there belongs to another run; one that is only late does not. Lines
+    that count by another name than most (of an epoch, of a validation) add to the updates but are not updates.
     """
     counters = Counter(row.counter for row in rows if row.trained or TIMES & row.values.keys())
     counters = counters or Counter(row.counter for row in rows)
@@ -254,7 +254,7 @@ def runs_of(rows: Sequence[Row]) -> tuple[list[list[Row]], bool]:
 
 
 def _of_another_run(row: Row, run: Mapping[int, Row], last: int, apart: int) -> bool:
-    """Whether the step went back, and not for a line that only comes late."""
+    """Whether the step went back, and not just because a line came late."""
     if row.step >= last:
         return False
     same = run.get(row.step)
@@ -282,7 +282,7 @@ def _join(same: Row, row: Row) -> None:
 
 
 def _join_others(runs: Sequence[dict[int, Row]], others: Sequence[Row]) -> None:
-    """Rows that count by another name: to the update of their step, or as a pause before the next."""
+    """Attach rows that count by another name to the update of their step, or as a pause before the next."""
     starts = [min(row.place for row in run.values()) for run in runs]
     for row in others if runs else ():
         at = max(0, bisect_right(starts, row.place) - 1)

@@ -1,7 +1,7 @@
 """The rows of a run to updates: how long each took, and what of that was a validation or a checkpoint.
 
 A time comes from the best source that the log has: a column of it; the batch over a rate; the clock; a running mean;
-how the estimate of the time left falls; the closing summary. Which one it was is said. Units that the log does not
+how the estimate of the time left falls; the closing summary. A note says which. Units that the log does not
 state are settled by what else it says.
 """
 
@@ -18,7 +18,7 @@ from redline.diagnose.readers.rows import Log, Row
 SHOWS = 0.05
 """Share of an update from which on a pause inside it can be told from noise."""
 FINE, FINER = 20, 50
-"""A difference of two clock readings is told from this many times what the clock is exact to: 5 %, and 2 % in runs that
+"""A difference of two clock readings counts from this many times the clock's precision: 5 %, and 2 % in runs that
 are long enough for INTERVALS of them."""
 INTERVALS = 12
 SLOWER = 1.5
@@ -54,8 +54,8 @@ class Timed:
 def timed(
     rows: list[Row], log: Log, *, batch: float | None, tokens: float | None, share: float | None, means: bool
 ) -> Timed:
-    """`batch` and `tokens` are those of an update, where the log's head tells them; `share` is how many GPUs they are
-    spread over where the log's rates are those of one, None where that is not known."""
+    """`batch` and `tokens` are those of an update, if the log's head gives them; `share` is how many GPUs they are
+    spread over if the log's rates are those of one, None if that is not known."""
     run = Timed(rows, means=means)
     if len(rows) == 1 and rows[0].step == rows[0].total > 1:  # the closing line alone, of the whole run
         told, updates = rows[0].values, rows[0].step
@@ -83,7 +83,7 @@ def timed(
     for source, find in sources.items():
         found = [value if value and value > 0 else None for value in find()]
         if source in RATES and clock_s and not 1 / CLOCK < (_middle(found) or clock_s) / clock_s < CLOCK:
-            continue  # a mean since the start, or of lines and not of updates
+            continue  # a mean since the start, or over lines instead of updates
         if sum(value is not None for value in found) >= (min(3, max(1, 0.4 * training)) if not source else 1):
             for row, value in zip(rows, found, strict=True):
                 row.values.pop("step_s", None)
@@ -97,13 +97,13 @@ def timed(
 def _rate(
     row: Row, amount: str, rate: str, known: float | None = None, share: float | None = 1.0
 ) -> float | None:
-    """Time of an update from how much it holds and how much a second brings."""
+    """Time of an update from its size and the rate per second."""
     much, speed = row.values.get(amount, known), row.values.get(rate)
     return much / speed / share if much and speed and share else None
 
 
 def _clock(rows: Sequence[Row]) -> Times:
-    """Times from the differences of a clock, over as many updates as it takes to tell them."""
+    """Times from the differences of a clock, over as many updates as it takes to resolve them."""
     found: Times = []
     clocks = [now for row in rows if (now := _now(row)) is not None]
     reading_s = max((row.fine_s for row in rows), default=0.0)
@@ -170,7 +170,7 @@ def _from_estimates(rows: Sequence[Row]) -> Times:
 
 
 def _from_summary(rows: Sequence[Row], log: Log) -> Times:
-    """The mean of the run, its validations taken off."""
+    """The mean of the run, minus its validations."""
     runtime_s, rate = log.summary.get("runtime_s", 0.0), log.summary.get("updates_per_s")
     updates = log.summary.get("updates") or rows[-1].total or runtime_s * (rate or 0.0)
     mean_s = runtime_s / updates if updates else 1 / rate if rate else 0.0
@@ -191,12 +191,12 @@ def _settle_units(run: Timed, log: Log) -> None:
             ratio = raw / reference
             factor = min((1.0, 1e-3, 60.0), key=lambda unit: abs(math.log(ratio * unit)))
             if not 0.5 <= ratio * factor <= 2:
-                run.notes.append(f"{name} is not read: in no unit is it the time that the clock shows")
+                run.notes.append(f"{name} is not read: it matches the clock in no unit")
                 for row in rows:
                     row.values.pop("step_s", None)
         else:
             said = "milliseconds" if factor < 1 else "seconds"
-            run.notes.append(f"{name} is read as {said} (--map step_s={name}:ms or :s overrules)")
+            run.notes.append(f"{name} is read as {said} (--map step_s={name}:ms or :s overrides this)")
         _scale(rows, "step_s", factor)
     step_s = _middle([row.values.get("step_s") for row in rows]) or reference
     timers = [value for name in TIMERS if (value := _unsettled(rows, name))]
@@ -210,8 +210,8 @@ def _settle_units(run: Timed, log: Log) -> None:
 
 
 def _count_updates(run: Timed, step_s: float, clock_s: float) -> float:
-    """Where a time is as many times the clock's as all steps are multiples of: if lines come less often, the counter
-    counts samples; else the time is that of all updates since the line before. Returns the time that the clock shows."""
+    """Settle a time that is N times the clock's, where N divides all steps: if lines come less often, the counter counts
+    samples; else the time covers all updates since the line before. Returns the time that the clock shows."""
     rows, times = run.rows, math.gcd(*(row.step for row in run.rows))
     if times < 2 or not 1 / CLOCK < step_s / clock_s / times < CLOCK:
         return clock_s
@@ -262,7 +262,7 @@ def _count_from_totals(rows: Sequence[Row]) -> None:
             continue
         steps = known[-1][0].step / max(1, known[0][0].step)
         if total == each and values[-1] < values[0] * max(2.5, steps / 4):
-            continue  # rows of growing length, and no sum
+            continue  # rows of growing length, not a running sum
         pairs = [*pairwise(known), (known[0], known[-1])]
         found = [(new[1] - old[1]) / max(1, new[0].step - old[0].step) for old, new in pairs]
         mean, whole = found.pop(), values[-1] / max(1, known[-1][0].step)
@@ -275,7 +275,7 @@ def _count_from_totals(rows: Sequence[Row]) -> None:
 
 
 def _take_off_pauses(run: Timed) -> None:
-    """Validations and checkpoints out of the updates that hold them, and as events.
+    """Take validations and checkpoints out of the updates that hold them, and record them as events.
 
     What one took is what the log says, or the update's time above that of the updates around it; in the first update,
     which compiles too, it is the median of the rest.

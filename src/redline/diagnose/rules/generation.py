@@ -1,5 +1,5 @@
 """Generation inside training: far below what cached decoding gives, mostly something else than generating, held up by its
-longest answer, in batches smaller than they seem, or of samples that are hardly ever correct.
+longest answer, in batches smaller than they seem, or of samples that are almost never correct.
 
 With a cache of keys and values one decoding step reads every weight once, whatever the number of sequences: 2 bytes x
 parameters / bandwidth is its floor. Without one it computes the whole prefix again for every token. A watched loop shows
@@ -22,8 +22,8 @@ ANY_BANDWIDTH = 900e9
 SLOW_STEP_S = 0.05
 """A decoding step of a cached engine takes 5 to 30 ms on one GPU at up to 256 sequences; longer has another cause."""
 CACHED_CALL = {"cpu": (0.75, 1.5), "cuda": (1.0, 1.6)}
-"""What a call with a cache takes, in what is read off the calls without one: small products are slower, and the cache is
-read and extended. On a GPU that comes on top, two kernels a layer; on a CPU it is little beside the products."""
+"""Cost of a cached call relative to what the uncached calls predict: small products are slower, and the cache is read and
+extended. On a GPU that comes on top, two kernels per layer; on a CPU it is little compared with the products."""
 ENGINES = ("vllm", "sglang", "trtllm")
 """Rollouts that always keep keys and values."""
 LONG_TAIL = 4.0
@@ -50,7 +50,7 @@ class _Phase(NamedTuple):
     gen_s: float
     share: float
     inside_s: float | None
-    """What of it the engine spends generating, where the log tells it apart."""
+    """The part that the engine spends generating, if the log shows it."""
 
 
 def _phase(observed: Observed, least: float = 0.2) -> _Phase | None:
@@ -179,7 +179,7 @@ def rewards(observed: Observed) -> list[Finding]:
 
 
 def few_correct(observed: Observed) -> list[Finding]:
-    """Rejection sampling that hardly ever hits."""
+    """Rejection sampling that almost never finds a correct answer."""
     last = observed.last_event("sampling_end")
     samples, questions, correct = (last.get(name) for name in ("samples", "questions", "correct"))
     if not samples or not questions or correct is None or (hit := correct / samples) >= 0.1:

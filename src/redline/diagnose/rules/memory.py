@@ -2,8 +2,8 @@
 host, batches too small to fill the GPU, and a speed far below what the hardware does.
 
 There is no plan to compare with, so what a change would need is estimated with the plan's arithmetic: no advice needs
-more memory than there is. At the end, numbers that mean something else than they seem to: tokens/s of whom, an MFU
-against which peak. None of these makes anything faster, and nothing is said where the number of GPUs is a guess. FLOPs are
+more memory than there is. At the end, numbers that mean something other than they seem to: whose tokens/s, an MFU
+against which peak. None of these makes anything faster, and the rules stay silent if the number of GPUs is a guess. FLOPs are
 counted as 6 per parameter and token where the log does not print them, peaks are dense datasheet peaks.
 """
 
@@ -22,9 +22,9 @@ LARGER_PASSES = ((8_192, 1.25), (32_768, 1.02))
 """Tokens of a pass, and how much faster passes of 64k are (H200, 124M parameters: 427k, 524k and 533k tokens/s,
 LOG.md)."""
 TINY = 4_000
-"""Tokens an update and GPU below which what a step costs whatever it holds decides its time."""
+"""Tokens per update and GPU below which the fixed cost of a step decides its time."""
 WELL, LOW = 0.45, 0.3
-"""MFU that a well-set-up run reaches, and one that is worth a word."""
+"""The MFU that a well-set-up run reaches, and the MFU below which a finding is worth it."""
 LOW_ANYWHERE = 0.2
 """The same where it is counted against an A100's peak, whatever the GPU: on a 4090 (165 TFLOP/s) it is 38 %."""
 ANY_GPU_TFLOPS = 45.0
@@ -82,7 +82,7 @@ def _training(observed: Observed) -> Observed:
 
 
 def _from_larger_passes(tokens: float | None) -> float:
-    """What the largest passes bring at most: measured at 8k and 32k tokens, in between by the logarithm."""
+    """The most that the largest passes bring: measured at 8k and 32k tokens, interpolated by the logarithm between."""
     (few, most), (many, least) = LARGER_PASSES
     far = math.log(tokens / few) / math.log(many / few) if tokens else 0.0
     return most + (least - most) * min(1.0, max(0.0, far))
@@ -113,7 +113,7 @@ def small_passes(observed: Observed) -> list[Finding]:
 
 
 def tiny_batch(observed: Observed) -> list[Finding]:
-    """So few tokens an update that fixed costs decide its time."""
+    """So few tokens per update that fixed costs decide its time."""
     facts, tokens, step_s = observed.facts, observed.median("tokens"), observed.median("step_s")
     if (facts.parameters or 1e9) < 50e6 or not observed.steps:
         return []
@@ -158,7 +158,7 @@ def slow_precision(observed: Observed) -> list[Finding]:
 
 
 def precision_found(observed: Observed, now: str, best: str, now_s: float, then_s: float) -> list[Finding]:
-    """What the difference of two floors brings."""
+    """The finding on two precisions, from the difference of their floors."""
     update_s = observed.median("step_s") or math.inf
     share = min(now_s - then_s, 0.95 * update_s) / update_s
     return found("slow-precision", locals(), "own" if observed.plan else "")
@@ -172,7 +172,7 @@ def achieved(observed: Observed) -> tuple[float, str] | None:
         per_token = facts.flops + 12 * model.num_layers * model.hidden_size * (facts.seq_len or 0.0)
     if per_token and speed:
         known = "of one GPU" if facts.gpus else "of all GPUs together"
-        known += f": {per_token / 1e9:,.3g} GFLOP a token x {speed:,.0f} tokens/s"
+        known += f": {per_token / 1e9:,.3g} GFLOP per token x {speed:,.0f} tokens/s"
         return per_token * speed / gpus / 1e12, known
     if facts.total_flops and step_s and observed.updates:
         total = facts.total_flops / (observed.updates * step_s) / gpus / 1e12

@@ -12,20 +12,20 @@ from redline.diagnose.rules.update import taking_turns
 from redline.record.units import format_duration
 
 LEAST_EXPLAINED = 0.5
-"""A period that explains less of the slow updates is none."""
+"""A period that explains less of the slow updates does not count."""
 CHANCE = 0.01
-"""A period is told where slow updates at random would look as regular in fewer runs than this."""
+"""A period is reported if random slow updates would look as regular in fewer runs than this."""
 SLOW = 1.5
-"""An update is slow from this many times the median on."""
+"""An update is slow if it takes at least this many times the median."""
 SPREADS = 4.0
-"""How many times further above the median than the quickest tenth is below it an update at no fixed interval must be:
-where all of them differ, as on a busy machine, the slow ones are like the others."""
+"""An update at no fixed interval is slow only if it lies this many times further above the median than the quickest tenth
+lies below it: where all updates differ, as on a busy machine, the slow ones are like the others."""
 FEWEST_SLOW = 3
-"""Fewer slow updates are chance."""
+"""Fewer slow updates may be chance."""
 LONGEST_SEARCH = 20_000
-"""Lines in which a period is looked for; of a longer log, the last ones."""
+"""Lines searched for a period; in a longer log, the last ones."""
 REGIME = 1.3
-"""How far two speeds of a run must be apart to be told as two."""
+"""How far apart two speeds of a run must be to count as two."""
 REGIME_LINES = 10
 """The fewest lines that a speed must last."""
 
@@ -42,14 +42,14 @@ def period_of(excess_s: dict[int, float], steps: list[int], stride: int = 1) -> 
     most_s = list(accumulate(sorted(excess_s.values(), reverse=True)))
     for n in range(2 * stride, max(3 * stride, span // 2 + 1) if span > 0 else 0, stride):
         if most_s[min(len(most_s), span // n + 1) - 1] <= LEAST_EXPLAINED * total_s:
-            # not even the slowest updates, as many as fall on every Nth, would explain enough; a larger N has fewer
+            # even the slowest updates, as many as fall on every Nth, explain too little; a larger N has fewer
             break
         sums = dict[int, float]()
         for step, over_s in excess_s.items():
             sums[step % n] = sums.get(step % n, 0.0) + over_s
         rest = max(sums, key=lambda place: sums[place])
         share, least = sums[rest] / total_s, best[2] if best else LEAST_EXPLAINED
-        # Counting the quick ones takes a look at all updates: only where the slow ones explain enough.
+        # Counting the quick ones means looking at all updates, so do it only where the slow ones explain enough.
         if share > least and (hits := sum(step % n == rest for step in excess_s)) >= 3:
             score = share * hits / sum(step % n == rest for step in steps)
             best = (n, rest, score) if score > least else best
@@ -57,11 +57,11 @@ def period_of(excess_s: dict[int, float], steps: list[int], stride: int = 1) -> 
 
 
 def chance_of(excess_s: dict[int, float], steps: list[int], period: int, rest: int) -> float:
-    """How often slow updates at random would fall on some period as these do on theirs, at most.
+    """An upper bound on how often randomly slow updates would fall on some period as these do on theirs.
 
-    The chance that of all lines those that are about as slow as the period's own fall on its places as often as they do
-    (hypergeometric), times the number of periods and first places in which as many slow ones would have looked as
-    regular: three of 30 lines, each ten after the other, stand so by chance in 0.9 % of the runs, of 25 lines in 1.1 %.
+    It is the hypergeometric chance that lines about as slow as the period's own fall on its places this often, times the
+    number of periods and first places in which as many slow ones would have looked as regular. Three of 30 lines, each
+    ten after the other, come about by chance in 0.9 % of the runs, three of 25 lines in 1.1 %.
     """
     hits = [step for step in excess_s if step % period == rest]
     alike_s = 0.5 * median(excess_s[step] for step in hits)
@@ -78,8 +78,8 @@ def chance_of(excess_s: dict[int, float], steps: list[int], period: int, rest: i
 
 
 def _slow(observed: Observed) -> tuple[dict[int, float], dict[int, float], float]:
-    """What each update took, what the slow ones took longer than the usual one (none where there are too few to tell), and
-    the usual one. Generation, waits for data and logs of the Trainer, which have rules of their own, are not counted."""
+    """The time of each update, how much longer the slow ones took than the usual one (empty if they are too few), and the
+    usual one. Generation, waits for data and the Trainer's logs have their own rules and are not counted."""
     steady, logs_s = observed.steady[-LONGEST_SEARCH:], _logs_s(observed)
     logged = {after.step for now, after in pairwise(observed.steps) if logs_s and now.loss is not None}
     took_s = {s.step: (s.step_s or 0.0) - (s.generate_s or 0.0) for s in steady}
@@ -141,7 +141,7 @@ def _uneven_tokens(observed: Observed) -> bool:
 
 def regime_change(observed: Observed) -> list[Finding]:
     """A run with two speeds, each for a long time: something outside the training changed. The median hides it. Times are
-    smoothed, and those of a token where the tokens of an update differ, for longer texts are no slower machine."""
+    smoothed, and per token if updates differ in tokens, because longer texts do not mean a slower machine."""
     by_token, steady = _uneven_tokens(observed), observed.steady
     times = [(s.step_s or 0.0) / (s.tokens or 1.0 if by_token else 1.0) for s in steady]
     if len(times) < 4 * REGIME_LINES:
@@ -184,13 +184,13 @@ def growing(observed: Observed) -> list[Finding]:
 
 
 def _logs_s(observed: Observed) -> list[float]:
-    """What each log took that the Trainer's callback saw (observe/trainer.py)."""
+    """The time of each log that the Trainer's callback saw (observe/trainer.py)."""
     told = [event for event in observed.events if event.get("event") == "logging" and event.get("times")]
     return [float(e["stalled_s"]) / int(e["times"]) for e in told for _ in range(int(e["times"]))]
 
 
 def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
-    """Of our own runs: validations and checkpoints, named by the events; and the run's time."""
+    """Validations and checkpoints of our own runs, named by the events; and the run's time."""
     lines = observed.steps
     events = {(event.get("event"), event.get("step")): event for event in observed.events}
     ended_s = events.get(("end", lines[-1].step), {}).get("elapsed_s") or 0.0
@@ -207,7 +207,7 @@ def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
 
 
 def _told_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
-    """Of other logs: validations and checkpoints whose time they show; and the run's time."""
+    """Validations and checkpoints of other logs whose time they show; and the run's time."""
     lost: dict[str, list[float]] = {}
     for event in observed.events:
         if "took_s" in event:

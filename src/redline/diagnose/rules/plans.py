@@ -27,7 +27,7 @@ so."""
 
 
 def against_the_plan(observed: Observed) -> list[Finding]:
-    """What the planner would have done otherwise. Nothing is said of examples of any length (fine-tuning): the roofline
+    """What the planner would have done differently. It says nothing about examples of any length (fine-tuning): the roofline
     counts the tokens of an update from the recipe, and such a recipe does not say them."""
     recipe, plan, step_s = observed.recipe, observed.plan, observed.median("step_s")
     if recipe is None or plan is None or not step_s or not recipe.tokens_per_step:
@@ -76,11 +76,11 @@ def _fewer_passes(recipe: Recipe, plan: Plan, best: Plan, step_s: float) -> tupl
         work_s = plan.prediction.flops_per_token * recipe.tokens_per_step / rate
         low, high = ((now_s + k * work_s) / (then_s + k * work_s) for k in (1.25, 0.8))
         fewer = plan.accumulation - best.accumulation
-        return low, high, f"{fewer} passes fewer at {pass_s * 1e3:.1f} ms each beside the arithmetic"
+        return low, high, f"{fewer} passes fewer at {pass_s * 1e3:.1f} ms each besides the arithmetic"
     if (floor := floor_s(recipe, plan)) is None:
         left_s = max(0.3 * step_s, step_s - (now_s - then_s))
         return 1.0, step_s / left_s, "launches saved; the GPU's rates are not known"
-    high, said = max(1.0, step_s / max(floor, then_s)), f"to {floor * 1e3:.4g} ms an update by the roofline"
+    high, said = max(1.0, step_s / max(floor, then_s)), f"to {floor * 1e3:.4g} ms per update by the roofline"
     return max(1.0, 0.85 * high), high, f"{said}, or 85 % of that speed"
 
 

@@ -14,7 +14,7 @@ from redline.diagnose.observed import Observed, Step
 
 LINE = patterns("trouble")
 SKIPS = 0.1
-"""Share of the lines up to which gradient norms that are none are a loss scaler's skips: it looks for the largest scale
+"""Share of the lines up to which gradient norms that are not numbers are a loss scaler's skips: it looks for the largest scale
 that holds."""
 BROKEN = 1.5
 """A loss that lies this many times above what it had reached, and stays there, has broken away."""
@@ -70,14 +70,14 @@ def crash(observed: Observed) -> list[Finding]:
 
 
 def _lost(steps: Sequence[Step]) -> list[int]:
-    """Updates whose loss or gradient is none; a loss scaler's skips only if many, or the last."""
+    """Updates whose loss or gradient is not a number; a loss scaler's skips only if many, or the last."""
     norms = [s.step for s in steps if s.bad_norm]
     skipped = 0 < len(norms) <= SKIPS * len(steps) and not steps[-1].bad_norm
     return [s.step for s in steps if s.not_a_number or (s.bad_norm and not skipped)]
 
 
 def not_a_number(observed: Observed) -> list[Finding]:
-    """Updates whose loss or gradient is none, or a failure that says so."""
+    """Updates whose loss or gradient is not a number, or a failure that says so."""
     steps, lost = observed.steps, _lost(observed.steps)
     told = [text for text in _ended_by(observed) if LINE["not_a_number"].search(text)]
     told += [hit[0] for hit in [LINE["stopped"].search(observed.text[-2000:])] if hit]
@@ -120,7 +120,7 @@ def loss_spike(observed: Observed) -> list[Finding]:
 
 
 def halved(observed: Observed) -> list[Finding]:
-    """Our own runs halve the pass when memory runs out; what that cost is said, and how to start with what fits."""
+    """Our own runs halve the pass when memory runs out: say what that cost, and how to start with what fits."""
     events = [e for e in observed.events if e.get("event") == "out_of_memory" and "micro_batch" in e]
     if not events:
         return []

@@ -40,7 +40,7 @@ def taking_turns(observed: Observed) -> list[Finding]:
     turns = sum((a < b > c) or (a > b < c) for a, b, c in threes) / (len(times) - 2)
     middle = median(times)
     quick_s, slow_s = median(t for t in times if t <= middle), median(t for t in times if t >= middle)
-    # Of times at random two thirds are higher or lower than both neighbours, give or take 0.42 / sqrt(n).
+    # Of random times two thirds are higher or lower than both neighbours, give or take 0.42 / sqrt(n).
     if turns < 2 / 3 + 5 * 0.42 / len(times) ** 0.5 or slow_s < 1.5 * quick_s:
         return []
     share = min(0.9, 1 - quick_s / fmean(times))

@@ -83,7 +83,7 @@ def store_prompt(
 
 
 def attend(cache: KeysAndValues, layer: int, qkv_BHC: Tensor, rows: Rows) -> Tensor:
-    """A new token a row: its key and value go into the slot; its queries see the prompt and all new tokens."""
+    """Take one new token per row: its key and value go into the slot; its queries see the prompt and all new tokens."""
     K = cache.kv.shape[3]
     slots = rows.slot_B.long()
     q, k, v = qkv_BHC.split([qkv_BHC.shape[1] - 2 * K, K, K], dim=1)
@@ -97,7 +97,7 @@ def attend(cache: KeysAndValues, layer: int, qkv_BHC: Tensor, rows: Rows) -> Ten
     prompts, own = cache.prompt_kv.shape[-2], cache.kv.shape[-2]
     if not cache.whole:
         prompts, own = int(prompt_len.max()), int(count.max())
-    # Two parts, whose scores alone are put together: a copy of all keys and values would take longer than the
+    # Two parts, joined only by their scores: a copy of all keys and values would take longer than the
     # attention.
     caches = (
         cache.prompt_kv[layer][:, rows.prompt_N[slots].long(), :, :prompts],

@@ -44,7 +44,7 @@ FLOOR = -80.0
 
 
 class Sums(NamedTuple):
-    """What queries need of the keys and values so far, relative to e^top for each feature."""
+    """What queries need from the keys and values so far, relative to e^top for each feature."""
 
     mix: Tensor
     """(..., K, M, C): features x values."""

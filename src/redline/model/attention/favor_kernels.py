@@ -245,7 +245,7 @@ if triton is not None:
 
     @triton.jit
     def _query_features(q, w, top, norm, SCALE: tl.constexpr):
-        """Divided by what y was divided by; 0 for what lies behind the end, whose norm is infinite."""
+        """Divided by what y was divided by; 0 beyond the end, where the norm is infinite."""
         return tl.exp2(_exponents(q, w, SCALE) + top[None, :] - norm[:, None]).to(q.dtype)
 
     @triton.jit

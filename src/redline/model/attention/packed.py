@@ -29,7 +29,7 @@ class Copies(NamedTuple):
     sequence has its own copy."""
 
     spread_E: Tensor
-    """Which position of the row stands in each place of the longer one."""
+    """The position of the row in each place of the longer one."""
     kept_T: Tensor
     """The place in the longer row whose output each position takes: that of any one of several equal copies."""
 
@@ -49,10 +49,10 @@ class Packing(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A packed row spread out, one sequence a line."""
+    """A packed row spread out, one sequence per line."""
 
     index_SL: Tensor
-    """Which position of the row stands in each place."""
+    """The position of the row in each place."""
     places_T: Tensor
     """Where in the flattened grid each position of the row stands."""
 
@@ -146,7 +146,7 @@ def on_grid(
 def grid_of(packing: Packing) -> Grid:
     starts_S, ends_S = packing.bounds_S[:-1], packing.bounds_S[1:]
     T, device = len(packing.positions_T), packing.bounds_S.device
-    # Places behind the end of a sequence read what comes next in the row: no query of the sequence looks so
+    # Places beyond the end of a sequence read what comes next in the row: no query of the sequence looks so
     # far ahead.
     index_SL = (starts_S[:, None] + torch.arange(packing.longest, device=device)).clamp(max=T - 1)
     sequence_T = torch.searchsorted(ends_S, torch.arange(T, device=device, dtype=ends_S.dtype), right=True)

@@ -40,7 +40,7 @@ def rotate(x_THC: Tensor, rope: Rope) -> Tensor:
 
 
 def older(x: Tensor) -> bool:
-    """Whether x lies on a GPU before Ampere, which has no flash attention. Of torch's other kernels only the one that
+    """Whether x is on a GPU before Ampere, which has no flash attention. Of torch's other kernels only the one that
     writes out all scores lets several query heads share keys and values."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
 

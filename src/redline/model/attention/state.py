@@ -1,6 +1,6 @@
-"""What generation keeps of the tokens so far: the interface that a variant of attention implements.
+"""The state that generation keeps for the tokens so far: the interface that a variant of attention implements.
 
-The engine has slots, one a sample, and a pool of prompts, each read once whatever the number of its samples. A slot and
+The engine has slots, one per sample, and a pool of prompts, each read once whatever the number of its samples. A slot and
 the pool hold keys and values of every token (`cache`), or a recurrent state of constant size. The engine calls
 
     state = variant.state(config, rope, room, device=device, dtype=dtype)

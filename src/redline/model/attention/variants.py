@@ -3,7 +3,7 @@
 A block hands over its fused projection, (..., H + 2K, C), neither normalised nor rotated, and gets
 (..., H * C) back. Who computes that is decided once for each pass, and the block does not know: it calls an
 `Attend`. In training a variant makes one for a batch or a packed row; in generation the engine makes one for
-each layer from the variant's state. Rotation stands behind the seam, so that a kernel may fuse it.
+each layer from the variant's state. Rotation is behind the seam, so that a kernel may fuse it.
 
 To add a variant: one file with the two things that `Variant` names, and a line in VARIANTS.
 """
@@ -34,7 +34,7 @@ class Variant:
     over: Callable[[ModelConfig, Packing | None, Rope | None, Tensor], Attend]
     """Attention in training: in the rows of a batch or the sequences of a packed row, rotated by these angles."""
     state: type[State]
-    """What generation keeps of the tokens so far."""
+    """The state that generation keeps for the tokens so far."""
 
 
 def _softmax(config: ModelConfig, packing: Packing | None, rope: Rope | None, x: Tensor) -> Attend:
