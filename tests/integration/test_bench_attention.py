@@ -19,6 +19,7 @@ def test_every_arm_is_measured_at_every_length(tmp_path: Path, monkeypatch: pyte
     path = bench_attention(
         "quick", read_facts(), tmp_path, arms=("flash", "favor"), progress=lambda line: None
     )
+    assert path.name.startswith("attention-quick_"), "or it would replace the full results of that day"
     results = json.loads(path.with_suffix(".json").read_text())
     lengths = list(WORK["quick"].lengths)
     found = {

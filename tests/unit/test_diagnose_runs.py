@@ -203,6 +203,9 @@ def test_the_pause_after_the_last_update_counts(tmp_path: Path) -> None:
     assert found.title == "Validation takes 17% of the run"
     assert found.evidence[0].value == 2
     assert found.evidence[1].value == pytest.approx(4 * step_s)
+    assert paper.found(paper.lines(step_s), events[1:]) == [], (
+        "one that comes at the end cannot be made rarer"
+    )
 
 
 def test_a_wait_that_the_gpu_did_not_feel_is_no_cause(tmp_path: Path) -> None:

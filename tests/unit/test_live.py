@@ -109,6 +109,14 @@ class TestPlain:
         assert rows[7].startswith("step 1/1000")
         assert len(rows) == 8
 
+    def test_questions_that_are_all_done_leave_further_samples_to_the_clock(self) -> None:
+        run = PlainRun(title="sampling", total_steps=None, mfu_note="", questions=1000)
+        for number in range(1, 45):
+            run.now_s += 0.125
+            run.view.metrics(SAMPLED | {"samples": number, "questions_done": 1000})
+        rows = run.stream.getvalue().splitlines()
+        assert [row.split("  ")[1] for row in rows[1:]] == [f"{n} samples" for n in (1, 17, 33)]
+
     def test_a_line_of_sampling_says_everything_that_is_known(self) -> None:
         seen = Seen()
         seen.add(SAMPLED)

@@ -165,6 +165,7 @@ def test_a_short_run_is_not_compiled():
     plan = make_plan(load_recipe("gpt2-124m", ["train.steps=20", "train.warmup_steps=0"]), gpu())
     assert plan.compile == "off"
     assert "s; compiling takes" in plan.why["compile"].reason
+    assert "take 0 s" not in make_plan(load_recipe("nano"), gpu()).why["compile"].reason
 
 
 def test_reinforcement_learning_is_compiled_where_its_updates_earn_it_back():

@@ -145,8 +145,23 @@ def test_updates_of_fine_tuning_are_those_on_the_samples(tmp_path: Path) -> None
     path = write_rft(tmp_path / "a")
     (path / "train-answers").mkdir()
     jsonl(path / "train-answers" / "metrics.jsonl", numbered(1))
-    assert len(read_run(path).metrics) == 40
+    stages = [("train-samples", 40), ("train-answers", 8)]
+    told = [{"event": "stage", "name": name, "title": name, "total_steps": steps} for name, steps in stages]
+    jsonl(path / "events.jsonl", told)
+    run = read_run(path)
+    assert (len(run.metrics), run.planned_updates) == (40, 40)
     assert len(observe(path).steps) == 40
+
+
+def test_an_rft_run_that_trains_on_the_answers_is_not_silent(tmp_path: Path) -> None:
+    path = write_rft(tmp_path / "a")
+    (path / "train-answers").mkdir()
+    jsonl(path / "train-answers" / "metrics.jsonl", numbered(1))
+    for place in path.rglob("*"):
+        os.utime(place, (1.0, 1.0))
+    assert read_run(path).silent_s > 0
+    os.utime(path / "train-answers" / "metrics.jsonl", (4e9, 4e9))  # ahead of any clock
+    assert read_run(path).silent_s == 0
 
 
 def test_rounds_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:

@@ -51,6 +51,12 @@ def test_an_ablation_is_readable_in_every_width(tmp_path: Path, width: int) -> N
         assert word in shown
 
 
+def test_an_ablation_has_no_progress_of_a_training(tmp_path: Path) -> None:
+    (tmp_path / "ablation.json").write_text(json.dumps(ROWS))
+    (tmp_path / "recipe.toml").write_text(to_toml(load_recipe("nano")))
+    assert RunView(read_run(tmp_path)).progress is None
+
+
 def test_what_has_no_room_stands_below_the_row(tmp_path: Path) -> None:
     (tmp_path / "ablation.json").write_text(json.dumps(ROWS))
     lines = [" ".join(line.split()) for line in printed(tmp_path, 80).splitlines()]

@@ -432,7 +432,7 @@ class KilledAt(Observers):
 
 @pytest.mark.parametrize(
     ("stage", "number"),
-    [("opening of what the first round trained", 1), ("sample", 2), ("train", 2), ("test", 3)],
+    [("opening of what the first round trained", 1), ("sample", 2), ("train-samples", 2), ("test", 3)],
 )
 def test_rounds_killed_after_the_first_go_on_from_another_folder(
     place, two_rounds, tmp_path, monkeypatch, stage, number

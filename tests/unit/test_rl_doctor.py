@@ -91,13 +91,15 @@ def test_the_doctor_draws_through_the_loops_own_path(recipe: Path, capsys: Captu
     assert "letters" in capsys.readouterr().out
 
 
-def test_two_runs_are_compared(tmp_path: Path, capsys: Capture) -> None:
+def test_two_runs_are_compared(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     runs = [str(write_rl(tmp_path / name, units=share)) for name, share in (("base", 0.4), ("pcgrad", 0.6))]
     page = tmp_path / "page.html"
     assert main(["rl", "compare", *runs, "--out", str(page)]) == 0
     told = capsys.readouterr().out
     assert "pcgrad is better on units" in told
     assert "One run each" in told
+    assert "  difference, points " in told, "below its row a difference still has its name"
     assert "pcgrad is better on units" in page.read_text()
     assert main(["rl", "compare", *runs, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"].startswith("pcgrad is better")

@@ -74,7 +74,8 @@ def bench_attention(
             rows += rows_of(f"redline.bench.attention:{what}", {"arm": arm, "name": size})
         crossings = crossing_lengths(rows)
         results = {"work": asdict(work), "rows": rows, "crossing_tokens": crossings}
-        path = write(out, "attention", facts, results, page(facts, work, rows, crossings))
+        named = "attention" if size == "full" else f"attention-{size}"
+        path = write(out, named, facts, results, page(facts, work, rows, crossings))
     return path
 
 

@@ -177,7 +177,7 @@ class PlainView:
         self._seen.add(line)
         self._waiting = True
         due = self._clock() - self._printed_at >= PLAIN_EVERY_S  # always true for the first line
-        if due or self._tenth() > self._printed_tenth or self._seen.share_done() == 1.0:
+        if due or self._tenth() > self._printed_tenth:
             self._flush()
 
     def event(self, kind: str, facts: dict[str, Any]) -> None:

@@ -155,7 +155,7 @@ def print_compared(found: Compared, labels: tuple[str, str]) -> None:
         (d.domain, str(d.base), str(d.other), f"{100 * d.low:+.1f} to {100 * d.high:+.1f}", d.word)
         for d in found.differences
     ]
-    show(("accuracy", *labels, "difference, points", ""), rows)
+    show(("accuracy", *labels, "difference, points", ""), rows, right=(3,))
     for label, pairs in found.pairs.items():
         shown = [
             (f"{p.a} and {p.b}", f"{p.cosine:+.2f}", format_share(p.rate), format_share(p.tensors))

@@ -19,6 +19,7 @@ from redline.plan.plan import Hardware, Plan, Prediction, Why
 from redline.plan.predict import MEMORY_SHARE, RL_GENERATION_SHARE, longest_row, predicted_memory, shards_of
 from redline.plan.roofline import attainable_tokens_per_s, captured_pays
 from redline.plan.values import NEEDED_CAPABILITY, why_not
+from redline.record.units import format_duration
 
 FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 """Tokens in a pass where speed levels off (H200, share of the speed at 64k: at 124M 32k give 96 %, 8k 80 %, 1k 11
@@ -207,7 +208,9 @@ class _Decider:
         if train.max_hours is not None:
             run_s = min(run_s, train.max_hours * 3600)
         if run_s < COMPILE_PAYS_S:
-            return _rule("off", f"all updates should take {run_s:.0f} s; compiling takes 10 to 60 s")
+            return _rule(
+                "off", f"all updates should take {format_duration(run_s)}; compiling takes 10 to 60 s"
+            )
         return _rule("default", "fused kernels; the run is long enough to earn back 10 to 60 s of compiling")
 
     def graph(self) -> Decision:

@@ -40,7 +40,8 @@ SILENT_AFTER_S = 60.0
 """With no line for this long, and for ten updates, the process may be gone: a killed run cannot record its end."""
 RECORDS = ("recipe.toml", "metrics.jsonl", "events.jsonl", "ablation.json", "trials.jsonl")
 """A run folder has one of these."""
-GROWING = ("metrics.jsonl", "events.jsonl", "samples.db", "samples.db-wal", "recipe.toml")
+METRICS = ("metrics.jsonl", "train-samples/metrics.jsonl", "train-answers/metrics.jsonl")
+GROWING = (*METRICS, "events.jsonl", "samples.db", "samples.db-wal", "recipe.toml")
 """What a running run writes; new samples are in the WAL until SQLite moves them into the database."""
 
 Line = dict[str, Any]
@@ -156,9 +157,11 @@ class Run:
 
     @property
     def planned_updates(self) -> int | None:
-        """Planned updates, as the last attempt counted them, else the last stage, else the recipe."""
-        counted = values(self.attempts[-1:], "updates")
-        staged = values(self.told("stage")[-1:], "total_steps")
+        """Planned updates, as the last attempt counted them, else the last stage that these metrics are of, else the recipe."""
+        counted, shown = values(self.attempts[-1:], "updates"), metrics_path(self.path).parent.name
+        staged = values(
+            [stage for stage in self.told("stage") if stage.get("name") == shown][-1:], "total_steps"
+        )
         told = (*counted, *staged, *values([table(self.recipe.get("train"))], "steps"))
         return next((int(value) for value in told if value > 0), None)
 
@@ -245,8 +248,7 @@ def rounds_of(folder: Path) -> list[Path]:
 
 def metrics_path(run: Path) -> Path:
     """The metrics of the folder itself, or of an RFT run's fine-tuning."""
-    places = [folder / "metrics.jsonl" for folder in (run, run / "train-samples", run / "train-answers")]
-    return next((place for place in places if exists(place)), places[0])
+    return next((run / place for place in METRICS if exists(run / place)), run / METRICS[0])
 
 
 # ---- values of a record, whatever it holds ----
@@ -326,8 +328,7 @@ def time_left_s(recent: list[Line], total_steps: float | None, max_hours: float 
 
 
 def silent_s(path: Path) -> float:
-    places = (metrics_path(path), *(path / name for name in GROWING))
-    last = max((place.stat().st_mtime for place in places if exists(place)), default=0.0)
+    last = max(((path / name).stat().st_mtime for name in GROWING if exists(path / name)), default=0.0)
     return max(0.0, time.time() - last)
 
 

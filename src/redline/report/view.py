@@ -128,8 +128,8 @@ def when(at: float) -> str:
 
 def progress(run: Run, summary: Summary, samples: dict[str, Any] | None) -> tuple[float, str] | None:
     """How far a running run is, in percent and words: by updates or hours, whichever ends it first, or by questions
-    asked. None if the run has ended or its end is not known."""
-    if run.state.over:
+    asked. None if the run has ended or does not train, or if its end is not known."""
+    if run.state.over or run.state.ending == "no training":
         return None
     stage = next(reversed(run.told("stage")), {})
     if questions := number(stage.get("questions")):

@@ -94,7 +94,7 @@ def train(session: Session, on: On) -> dict[str, Any]:
         stack.callback(exporters.close)
         opened = OpenRun(place.record, folder, [session.observers, exporters])
         job = job_of(model, examples, recipe, session.plan, session.process, opened=opened)
-        session.stage("train", f"fine-tuning on {len(examples):,} {on}", total_steps=job.steps)
+        session.stage(place.record.name, f"fine-tuning on {len(examples):,} {on}", total_steps=job.steps)
         outcome = run_job(job, session.process)
     elapsed_s = time.monotonic() - began_s
     session.folder.event(
