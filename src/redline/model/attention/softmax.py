@@ -63,7 +63,7 @@ def attend(attn: "Attention", qkv_BTHC: Tensor, *, rope: Rope | None, copied: bo
 
 def by_kernel(attn: "Attention", qkv_NHC: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor] | None:
     """Queries and keys normalised and rotated, and values, if there is a kernel for both. Under autocast, which we do not
-    train with, the model is the plain one that `redline bench train` measures beside ours."""
+    train with, the model is the plain one that `redline bench train` measures against ours."""
     q_norm, k_norm = attn.q_norm, attn.k_norm
     fits = heads.able and qkv_NHC.dtype.itemsize == 2 and not torch.is_autocast_enabled("cuda")
     if rope is None or q_norm is None or k_norm is None or not fits:
