@@ -177,8 +177,8 @@ def check_result(recipe: Recipe) -> None:
 def write_result(
     model: Transformer, recipe: Recipe, base: Opened, process: Process, *, adapter: Path, whole: Path
 ) -> None:
-    """The adapter or the whole model, gathered from all processes and written by the first. What a killed attempt
-    left is replaced."""
+    """The adapter or the whole model, gathered from all processes and written by the first. It replaces what a killed
+    attempt left."""
     if process.is_first:
         for folder in (adapter, whole):
             shutil.rmtree(folder, ignore_errors=True)

@@ -124,8 +124,8 @@ def _inputs(
     valid_fraction: float = 0.01,
     shard_tokens: int = SHARD_TOKENS,
 ) -> tuple[Inputs, Tokenizer | None]:
-    """What a data folder is made of, and the tokenizer if one is given. `vocab_size`: of the BPE to train, or the most
-    ids that the given tokenizer may have."""
+    """The inputs of a data folder, and the tokenizer if one is given. `vocab_size`: the size of the BPE to train, or
+    the most ids that the given tokenizer may have."""
     given = None if tokenizer == "bpe" else load_tokenizer(tokenizer)
     if given is None and vocab_size is None:
         raise DataError("training a BPE needs a vocabulary size: give one, or give a tokenizer.json")

@@ -63,7 +63,7 @@ def folder_at(place: str) -> Path:
 
 
 def fetch_folder(url: str) -> Path:
-    """The mirror of a data folder, with its manifest and its tokenizer as they are there now. Another manifest makes
+    """The mirror of a data folder, with its current manifest and tokenizer. Another manifest makes
     another mirror, so the shards of a folder that was built again are never mixed."""
     manifest = _read(url := url.rstrip("/"), "manifest.json")
     folder = _mirrors() / hashlib.sha256(url.encode() + b"\n" + manifest).hexdigest()[:16]
@@ -283,7 +283,7 @@ def _blocks(url: str, name: str) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _store(url: str, name: str = "") -> Iterator[tuple[Any, str]]:
-    """fsspec's file system and the path on it, of the folder or of a file in it. What the store refuses, after the
+    """fsspec's file system and the path on it, of the folder or of a file in it. An error of the store, after the
     retries of its package, becomes one line."""
     url = url.rstrip("/")
     address, protocol = f"{url}/{name}" if name else url, url.partition("://")[0]

@@ -63,8 +63,8 @@ class Round:
     """A CUDA event, or None on a CPU."""
 
     def wait(self) -> tuple[np.ndarray, ...]:
-        """New tokens so far, whether each sample continues, the tokens, their log-probabilities; a row for each
-        slot of the round."""
+        """Return the number of new tokens, whether each sample continues, the tokens and their log-probabilities; a row
+        for each slot of the round."""
         if self.done is not None:
             self.done.synchronize()
         return tuple(copy.numpy() for copy in self.copies)

@@ -40,7 +40,7 @@ def _unpacked(given: tuple[str, tuple[int, ...], np.ndarray], device: torch.devi
 
 
 class Worker:
-    """A worker's process: an engine in a thread. The driver calls `step` again and again; it gives work and takes what
+    """A worker's process: an engine in a thread. The driver calls `step` repeatedly, gives it work and takes what
     is finished."""
 
     def __init__(self, how: Mapping[str, Any]) -> None:

@@ -47,7 +47,7 @@ class Nodes:
 
 
 class Stopped(BaseException):
-    """Somebody asked this node to stop, and its processes have. Raised by a signal's handler: torch's `except Exception`
+    """Somebody asked this node to stop, and its processes have. A BaseException, because torch's `except Exception`
     must not keep it."""
 
 

@@ -202,7 +202,7 @@ class Turns:
         until_s: float | None = None,
         again: str = "",
     ) -> Pair | None:
-        """Two trials in turns or, if they do not fit `together`, one after the other; None if the time is up before
+        """Measure two trials in turns or, if they do not fit `together`, one after the other; None if time runs out before
         it is decided. `again` names a repetition."""
         key = _pair_key(before, after, again)
         until_s = self.deadline_s if until_s is None else until_s

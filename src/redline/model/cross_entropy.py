@@ -222,7 +222,7 @@ if triton is not None:
         SCALE: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """One program per row: a running maximum and sum, then softmax minus one-hot, written over the row or elsewhere.
-        It is bound by its instructions for each logit, so what is the same for all goes into the exponents."""
+        It is bound by its instructions per logit, so whatever is the same for all goes into the exponents."""
         row = tl.program_id(0).to(tl.int64)
         row_ptr, to_ptr = logits_ptr + row * stride, gradient_ptr + row * stride
         target = tl.load(targets_ptr + row)

@@ -168,7 +168,7 @@ def exchanged(recipe: Recipe, plan: Plan) -> Exchange:
 
 
 def _ring(hardware: Hardware, ranks: int, nodes: int, *, rings: int) -> tuple[float, float]:
-    """Bytes a second that a GPU receives in a ring through so many GPUs and nodes, and the latency of going round once.
+    """Bytes per second that a GPU receives in a ring through so many GPUs and nodes, and the latency of one round.
     Every ring crosses from node to node once and has its share of the node's network cards; `rings` run side by side."""
     link, network = hardware.link_bytes_per_s, hardware.network_bytes_per_s
     if link is None or network is None:

@@ -167,7 +167,7 @@ def from_json(table: Any, where: str) -> Plan:
 
 
 def load_for(path: Path, recipe: Recipe, world_size: int, *, typed: Collection[str]) -> Plan:
-    """A saved plan for this recipe. Of the pins the user typed only the micro-batch applies (recovery from running
+    """A saved plan for this recipe. Of the pins the user typed, only the micro-batch applies (recovery from running
     out of memory sets it); others are refused."""
     plan = load(path)
     if other := sorted(set(typed) - {"micro_batch"}):

@@ -162,7 +162,7 @@ def generation_floor_s(
     shared: bool,
 ) -> float:
     """Least time for sequences of `prompt_tokens` and their own `new_tokens`, at most `slots` at a time. `shared`: a
-    prompt's keys and values are read once a step for all of its samples."""
+    prompt's keys and values are read once per step for all of its samples."""
     count, read_by = arithmetic.parameters(model), len(new_tokens) / prompts if shared else 1
     # the first new token comes from the prompt's pass, the others from steps that read all tokens before theirs
     decoded = [length - 1 for length in new_tokens]

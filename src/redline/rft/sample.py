@@ -187,7 +187,7 @@ class _Drawing:
 
 @contextmanager
 def _in_background(keep: Keep, stop: Callable[[], None]) -> Iterator[Callable[[Completion], None]]:
-    """A thread that at each turn keeps what has come since the last. Its error stops the engine and is raised here at
+    """A thread that keeps what has come since its last turn. Its error stops the engine and is raised here at
     the end."""
     waiting, failed = deque[Completion](), list[BaseException]()
 

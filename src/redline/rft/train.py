@@ -208,8 +208,8 @@ def _nothing_correct(store: Store, source: Source) -> str:
 
 
 def _check_writer(session: Session, source: Source, samples: Path) -> None:
-    """Refuse samples of other weights than those the recipe names now. A sampler that is gone has done its work: the
-    user is told that it cannot be compared, and training continues."""
+    """Refuse samples of other weights than those the recipe names now. A sampler may be gone once it has done its work:
+    the user is told that the check was not possible, and training continues."""
     place = session.recipe.sample
     try:
         writer = session.writer

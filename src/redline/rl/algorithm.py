@@ -105,7 +105,7 @@ def shared_tokens(rows: Sequence[Row]) -> int:
 
 
 def packed(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Packing]:
-    """Tokens, targets and where rows begin, one row after the other. Without any, a token that counts for nothing.
+    """Tokens, targets and where rows begin, one row after the other. Without any rows, one ignored token.
     Answers to one question share its prompt where that pays."""
     examples = [row.example for row in rows]
     return (pack_once if shared_tokens(rows) else pack_row)(examples, device)

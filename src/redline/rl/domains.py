@@ -93,7 +93,7 @@ class Domains:
         seed: Callable[[Key], int] | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[Key, tuple[Sample, ...]]]:
-        """So many answers to each question with their rewards, in the order in which their last answers came; greedy
+        """The answers to each question with their rewards, in the order in which their last answers came; greedy
         ones without seeds. Each is scored in another process while the rest is generated. `generated` is called when
         only scores are missing. A scorer that hangs or dies costs its own answer: 0, with the reason."""
         requests = [

@@ -135,8 +135,8 @@ class Updates:
         return Update(numbers)
 
     def _prepare(self, parts: Sequence[Part]) -> None:
-        """Note what this process's rows are before the first update: what the critic expects of them, and where
-        several updates follow their log-probabilities."""
+        """Annotate this process's rows before the first update: with the critic's values and, if
+        several updates follow, with their log-probabilities."""
         passes = [rows for part in parts for _, rows in part.passes]
         if self.critic is not None:
             self.critic.expect(passes)

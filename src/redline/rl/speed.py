@@ -23,7 +23,7 @@ CRITIC_WORK = 4 / 3
 
 def work_of(recipe: Recipe, rows: Sequence[Row], *, shared: int) -> dict[str, float]:
     """`shared` tokens of prompts were read with another row's: only attention computed them again. verl has no such
-    thing, and its count stays that of all tokens."""
+    thing, so its count covers all tokens."""
     lengths = [row.example.length for row in rows]
     whole = sum(n * flops_per_token(recipe.model, n, recipe.lora) for n in lengths)
     return {

@@ -94,7 +94,7 @@ def _gradients(learner: Learner, rule: Rule, objective: Objective, batch: Any) -
 
 @torch.no_grad()
 def _similarity(model: Transformer, tokens_1T: Tensor) -> Tensor:
-    """Mean cosine, over tokens and blocks, of what kernel attention and exact attention make of the same queries, keys
+    """Mean cosine, over tokens and blocks, of the outputs of kernel attention and exact attention for the same queries, keys
     and values."""
     found: list[Tensor] = []
 

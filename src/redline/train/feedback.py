@@ -174,7 +174,7 @@ class _Sweep:
 
     @torch.enable_grad()
     def run_below(self, x_BTD: Tensor, attend: Attend, above_BTD: Tensor) -> Tensor:
-        """Every block once more, with a graph that lives no longer than its backward. Given the gradient of what they
+        """Run every block again, with a graph that lives only for its backward. Given the gradient of what the blocks
         put out, returns the embedding's signal."""
         if self.rule.dfa.error == "residual":
             self.error = above_BTD

@@ -46,7 +46,7 @@ class _Uncompiled(torch.optim.Optimizer):
 
 class AdamW(_Uncompiled, torch.optim.AdamW):
     """torch's AdamW. Parameters in one piece of memory, with gradients in another, are updated as one tensor: the fused kernel
-    takes 65,536 elements a block, so many small tensors leave most of a GPU idle."""
+    takes 65,536 elements per block, so many small tensors leave most of a GPU idle."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
@@ -98,8 +98,8 @@ class Muon(_Uncompiled):
                 self._update(stack, group)
 
     def _update(self, stack: list[Tensor], group: dict[str, Any]) -> None:
-        """Learning rate and momentum may be tensors, which a captured update reads anew at each replay; at a rate of 0 and a
-        momentum of 1 nothing changes."""
+        """Learning rate and momentum may be tensors, which a captured update reads again at each replay; at a rate of 0 and
+        a momentum of 1 nothing changes."""
         lr, momentum, rows = group["lr"], group["momentum"], group["rows"] or stack[0].shape[:1]
         update, scale_PR = _orthogonal(self._ahead(stack, momentum), rows)
         scale_PR = scale_PR.to(stack[0].dtype)
@@ -142,8 +142,8 @@ def _average(
 
 
 def _orthogonal(x_PRC: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Each matrix of a stack made orthogonal, those below each other one by one; and by how much Muon's author scales
-    each row."""
+    """Each matrix of a stack made orthogonal, those below each other one by one; and the factor by which Muon's author
+    scales each row."""
     done, scales, at, columns = [], [], 0, x_PRC.shape[-1]
     for size, same in groupby(rows):
         end = at + size * len(list(same))

@@ -204,8 +204,8 @@ def _tf32(case: Case) -> Check:
 
 
 def _attention(case: Case) -> Check:
-    """Every call of attention, by the planned kernel. In compiled code a fused kernel's operation is seen, once a
-    call; explicit scores are not."""
+    """Whether the planned kernel computes every call of attention. In compiled code a fused kernel's operation is seen, once
+    per call; explicit scores are not."""
     name, wanted, blocks, seen = "attention kernel", case.plan.attention, case.blocks, case.in_pass
     if case.mixing != "softmax":
         return kernel_attention(name, case.mixing, seen, blocks, compiled=case.plan.compile != "off")

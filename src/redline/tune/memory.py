@@ -29,7 +29,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
-    """Active bytes are a line in the micro-batch above a floor; reserved bytes another, at least in the largest
+    """Active bytes are a line in the micro-batch above a floor; reserved bytes are another, at least in the largest
     reading's ratio."""
 
     floor_bytes: float

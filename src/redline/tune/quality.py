@@ -143,7 +143,7 @@ class Judge:
         return replace(_judged(figure, pairs, 0.0), note=f"to a loss of {loss:.4f}")
 
     def _cut(self, recipe: Recipe, tokens_per_s: float) -> Recipe:
-        """A shorter run with a schedule of the same form, warm-ups included. It ends by its updates, whatever the
+        """A shorter run with a schedule of the same form, warm-ups included. Its number of updates ends it, whatever the
         recipe does: a clock would give a slower plan fewer of them."""
         if recipe.workload != "pretrain":
             return recipe

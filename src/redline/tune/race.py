@@ -251,7 +251,7 @@ def reached(curve: Sequence[Point], loss: float) -> Point | None:
 
 def ladder(lanes: Sequence[Lane]) -> tuple[float, ...]:
     """Losses to compare at, from high to low: round ones between the first loss that every lane validated and the
-    lowest of all, of every lane the loss that all of its seeds reached, and the targets."""
+    lowest of all, the loss that all seeds of each lane reached, and the targets."""
     if not any(lane.curves for lane in lanes):
         return ()
     top = min(curve[0].loss for lane in lanes for curve in lane.curves)
@@ -301,7 +301,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
 
 
 def speed_up(base: Lane, other: Lane, loss: float) -> str:
-    """How many times faster, with a 90 % interval over the seeds. Not said if some seeds did not get there, because
+    """How many times faster, with a 90 % interval over the seeds. Left out if some seeds did not get there, because
     those that did are the quick ones."""
     before, here = ([math.log(point.seconds) for point in lane.at(loss)] for lane in (base, other))
     if not before:
@@ -359,9 +359,9 @@ def slower_than(result: Result, before: Result) -> list[str]:
 
 
 def _slower(now: Lane, then: Lane) -> str:
-    """Judged at the target, or the lowest loss that all seeds of the record reached. The worst of a few seeds ends higher
-    than that every other time, so those that do not get there are judged by their losses, and at the lowest that all of
-    both reached."""
+    """Why a lane is slower, judged at the target or the lowest loss that all seeds of the record reached. The worst of a
+    few seeds ends higher than that every other time, so seeds that do not get there are judged by their losses, and at
+    the lowest loss that all of both reached."""
     if len(now.failed) > len(then.failed) or len(now.curves) < 2:
         shares = [f"{len(lane.failed)} of {lane.seeds}" for lane in (now, then)]
         return f"{now.name} failed with {shares[0]} seeds; recorded {shares[1]}"

@@ -275,8 +275,8 @@ class _Search:
     # ---- time and memory ----
 
     def _pair_s(self, plan: Plan) -> float:
-        """From what the rules' plan took: a start and the rounds of both, or two starts if both do not fit
-        together."""
+        """Estimated time of a pair, from what the rules' plan took: a start and the rounds of both, or two starts if both
+        do not fit together."""
         alone = self.alone
         step_s = alone.tokens_per_step / alone.tokens_per_s
         rounds_s = (self.timing.blocks + 1) * alone.steps_per_block * step_s

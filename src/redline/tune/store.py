@@ -146,7 +146,7 @@ def tuned_plan(folder: Path, recipe: Recipe) -> tuple[Plan, TuningResult] | None
 
 def check_folder(path: Path, recipe: Recipe, rules: Plan | None = None) -> None:
     """Refuse a folder whose run, trials of another workload, or tuning with other pins (given `rules`) the trials of
-    this recipe would overwrite. A plan that cannot be read is no obstacle."""
+    this recipe would overwrite. A plan that cannot be read does not matter."""
     way_out = "give another folder with --out"
     for name in ("metrics.jsonl", "checkpoints", "samples.db"):
         if (path / name).exists():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Copies(NamedTuple):
-    """Where sequences begin alike, the row holds their common tokens once. Attention is over a longer row in which each
+    """If sequences share a beginning, the row holds its tokens once. Attention is over a longer row in which each
     sequence has its own copy."""
 
     spread_E: Tensor
