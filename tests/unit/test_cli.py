@@ -267,6 +267,8 @@ def test_plan_prints_every_reason_and_saves_what_it_printed(capsys, tmp_path):
     assert "cudnn" in table
     assert "854" not in table
     assert "[plan]" in table, "brackets in a reason are text, not markup"
+    assert main(["plan", "rl/demo", "--as", "h100-80g"]) == 0
+    assert "allocator – rule" in " ".join(capsys.readouterr().out.split()), "no column is left empty"
 
 
 def test_recipes_lists_and_prints(capsys):

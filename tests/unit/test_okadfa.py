@@ -192,6 +192,7 @@ def test_the_table_of_one_seed(
     told = capsys.readouterr().out
     assert "perplexity 403.4; at 1/4 6.250;" in " ".join(told.split())
     assert "; nan" not in told
+    assert okadfa.brief(row) == "A0: 6.000 at lr 0.001, 2 s"
 
 
 def test_the_arms_differ_in_what_they_say() -> None:

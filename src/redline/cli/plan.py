@@ -34,7 +34,7 @@ from redline.plan.plan import PLANNED, Hardware, Plan, load_for, save, to_json
 from redline.plan.planner import make_plan
 from redline.plan.roofline import launch_bound
 from redline.plan.values import why_not
-from redline.record.units import format_bytes, format_count, format_duration, format_rate
+from redline.record.units import DASH, format_bytes, format_count, format_duration, format_rate
 from redline.report.grid import Output, show
 
 ARGUMENTS = f"""
@@ -147,7 +147,7 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
     console.print(f"hardware figures: {plan.hardware.source}")
     names = [name for name in PLANNED if name != "slots" or plan.slots]
     why = plan.why
-    rows = [(name, str(getattr(plan, name)), why[name].source, why[name].reason) for name in names]
+    rows = [(name, str(getattr(plan, name)) or DASH, why[name].source, why[name].reason) for name in names]
     show(("value", "", "source", "reason"), rows)
     some = recipe.train.softmax_candidates
     head = f", the softmax over {some:,} tokens" if some else ""

@@ -168,7 +168,8 @@ def _row(
 
 
 def brief(row: Row) -> str:
-    return f"{row.name}: {row.mean:.3f} (± {row.spread}) at lr {row.lr:g}, {row.seconds:.0f} s"
+    spread = f" ± {row.spread}" if row.spread != DASH else ""
+    return f"{row.name}: {row.mean:.3f}{spread} at lr {row.lr:g}, {row.seconds:.0f} s"
 
 
 COLUMNS = ("arm", "what", "lr", "loss", "± seeds", "perplexity", "at 1/4", "at 1/2", "tokens", "seconds")
