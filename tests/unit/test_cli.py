@@ -340,6 +340,7 @@ def test_the_outcome_breaks_no_word_in_80_columns(tmp_path, capsys, monkeypatch)
         (["train", "nan0"], ["did you mean 'nano'?"]),
         (["plan", "nano", "--set", "train.step=3"], ["unknown key 'step'", "did you mean 'steps'?"]),
         (["plan", "nano", "--set", "train.steps"], ["--set takes table.key=value"]),
+        (["race", "nano", "nano@train.lr"], ["a variant is RECIPE@TABLE.KEY=VALUE, got 'train.lr'"]),
         (["plan", "nano", "--set", "train.steps=-5"], ["train.steps must not be negative, got -5"]),
         (["train", "nano", "--set", "train.lr=-1"], ["train.lr must be greater than 0, got -1"]),
         (["plan", "nano", "--set", "train.lr=nan"], ["finite number"]),
@@ -378,6 +379,16 @@ def test_the_outcome_breaks_no_word_in_80_columns(tmp_path, capsys, monkeypatch)
 def test_a_wrong_recipe_or_option_is_one_line_and_code_2(made, capsys, arguments, parts):
     places = {"MODEL": str(made / "model"), "DATA": str(made / "data")}
     refused(capsys, [places.get(word, word) for word in arguments], 2, *parts)
+
+
+def test_a_folder_where_a_file_is_to_be_written(capsys, tmp_path):
+    refused(
+        capsys,
+        "plan nano --as t4 --save .",
+        5,
+        ". is a folder, and a file is to be written: give a file name",
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_recipe_file_that_is_broken(capsys, tmp_path):

@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import subprocess
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,20 @@ from redline.config.load import load_recipe, to_toml
 from redline.errors import ConfigError, MachineError, StorageError
 from redline.machine.facts import read_facts
 from redline.measure.statistics import difference
-from redline.tune.race import Arm, Lane, Point, Result, ladder, race, reached, recorded, rows, slower_than
+from redline.tune.race import (
+    Arm,
+    Lane,
+    Point,
+    Result,
+    ladder,
+    race,
+    reached,
+    recorded,
+    rows,
+    slower_than,
+    standing,
+    train_in_process,
+)
 
 EVERY = ["train.eval_every=10", "train.steps=40"]
 NANO = load_recipe("nano", EVERY)
@@ -30,7 +45,7 @@ class Trainings:
         self.calls: list[str] = []
         self.joules, self.fail, self.stop, self.slower = joules, "", "", 1.0
 
-    def __call__(self, recipe: Path, run: Path, plan: Path | None) -> str | None:
+    def __call__(self, recipe: Path, run: Path, plan: Path | None, **_: object) -> str | None:
         self.calls.append(run.name)
         why = "stopped by signal" if self.stop and self.stop in run.name else "finished"
         if self.fail and self.fail in run.name:
@@ -329,3 +344,25 @@ def test_the_interval_over_seeds_is_welchs() -> None:
     assert found.high - found.mean == pytest.approx(2.920 * math.sqrt(5 / 3))
     assert difference([1.0], [2.0, 3.0]).low == -math.inf
     assert asdict(difference([1.0, 1.0], [2.0, 2.0])) == {"mean": 1.0, "low": 1.0, "high": 1.0}
+
+
+def test_a_race_tells_where_a_run_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its process runs: from its record, which the process may be writing, and nothing before there is one."""
+    heard, told = threading.Event(), list[str]()
+
+    def progress(text: str) -> None:
+        told.append(text)
+        heard.set()
+
+    def command(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        torn = json.dumps({"step": 1200, "loss": 2.5, "elapsed_s": 30.0}) + '\n{"step": 12'
+        (tmp_path / "metrics.jsonl").write_text(torn)
+        assert heard.wait(60)
+        return subprocess.CompletedProcess([], 0, "", "")
+
+    (tmp_path / "recipe.toml").write_text(to_toml(NANO))
+    monkeypatch.setattr("redline.tune.race.TELL_EVERY_S", 0.001)
+    monkeypatch.setattr("redline.tune.race.subprocess.run", command)
+    assert train_in_process(tmp_path / "recipe.toml", tmp_path, None, progress=progress) is None
+    assert set(told) == {"  step 1,200, loss 2.500, 30 s"}
+    assert standing({"step": 3, "loss": None, "elapsed_s": 1.0}) == "step 3, 1.0 s"

@@ -9,6 +9,7 @@ If it is killed, run the same command again: finished runs are kept. `redline re
 import argparse
 import math
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from redline.cli.options import name_of, print_json, recipe_of, status, tokenise
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
     tokenise(recipe)
     rows = study(
         recipe, hardware, folder, arms=[name for name in (options.arms or "").split(",") if name],
-        seeds=options.seeds, lrs=lrs, train=train_in_process, progress=status,
+        seeds=options.seeds, lrs=lrs, train=partial(train_in_process, progress=status), progress=status,
     )  # fmt: skip
     if options.json:
         print_json([asdict(row) for row in rows])

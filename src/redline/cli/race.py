@@ -11,6 +11,7 @@ If it is killed, run the same command again: finished runs are kept. FOLDER/repo
 import argparse
 import re
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from redline.cli.options import ceilings_of, print_json, status, tokenise
@@ -51,7 +52,12 @@ def run(options: argparse.Namespace) -> int:
     ceilings_of(facts)  # otherwise the first run's start-up would include measuring them
     tokenise(arms[0].recipe)
     result = race.race(
-        arms, options.out, facts, seeds=options.seeds, train=race.train_in_process, progress=status
+        arms,
+        options.out,
+        facts,
+        seeds=options.seeds,
+        train=partial(race.train_in_process, progress=status),
+        progress=status,
     )
     if runs := [run for arm in arms if (run := arm.place(options.out, 0)).exists()]:
         write_page(views(runs), options.out / "report.html")
@@ -67,6 +73,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _arm(text: str, sets: list[str]) -> race.Arm:
     name, *own = text.split("@")
+    if bad := [part for part in own if "=" not in part]:
+        raise ConfigError(f"a variant is RECIPE@TABLE.KEY=VALUE, got {bad[0]!r} in {text!r}")
     recipe = load_recipe(name, [*sets, *own], say=status)
     if not recipe.model.is_shaped:
         raise ConfigError(f"{name}: a race needs the model's shape: give [model] in the recipe")

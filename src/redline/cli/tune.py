@@ -12,6 +12,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from redline.cli.options import ceilings_of, print_json, recipe_of, status, tokenise, verb_of
@@ -63,7 +64,7 @@ def judge_of(options: argparse.Namespace, folder: Path, facts: MachineFacts) -> 
         return None
     return Judge(
         folder=folder, facts=facts, seeds=options.seeds, seconds=options.seconds, margin=options.margin,
-        train=train_in_process, progress=status,
+        train=partial(train_in_process, progress=status), progress=status,
     )  # fmt: skip
 
 

@@ -53,6 +53,8 @@ def storage_errors(what: str, path: Path) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name to write to. When the block succeeds it takes the file's place (fsync, rename, fsync of the
     folder); if not, the file is unchanged and nothing is left beside it."""
+    if path.is_dir():
+        raise StorageError(f"{path} is a folder, and a file is to be written: give a file name")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with storage_errors(path.name, path.parent):
         try:

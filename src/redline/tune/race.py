@@ -18,7 +18,9 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -29,17 +31,19 @@ import numpy as np
 from redline.config.differences import data_of, unlike_data
 from redline.config.load import build, from_toml, to_toml
 from redline.config.recipe import Recipe, fingerprint_of
-from redline.errors import ConfigError, MachineError, Say, StorageError
+from redline.errors import ConfigError, MachineError, RedlineError, Say, StorageError
 from redline.launch.processes import ERROR, LAUNCHER, PROGRAM
 from redline.machine.facts import MachineFacts, same_kind
 from redline.measure.statistics import APART_SPREAD, difference
 from redline.record.files import read_json, write_atomic
-from redline.record.read import Run, number, read_run
-from redline.record.units import DASH
+from redline.record.read import Line, Run, metrics_path, number, read_run
+from redline.record.run import read_lines
+from redline.record.units import DASH, format_duration
 
 RESULT = "race.json"
 RUNGS = 6
 """About as many losses as a table can show; the final loss of every recipe is added to them."""
+TELL_EVERY_S = 10.0
 LONGEST_NAME = 200
 """Bytes of a run folder's name without its seed. File systems hold 255, the ending of a temporary file included."""
 Train = Callable[[Path, Path, Path | None], str | None]
@@ -187,20 +191,51 @@ def trained(arm: Arm, folder: Path, seed: int, train: Train, *, resume: bool = F
     return run
 
 
-def train_in_process(recipe: Path, run: Path, plan: Path | None) -> str | None:
-    """`redline train` (for RFT and RL their `run`) in a process that ends with this one."""
+def train_in_process(
+    recipe: Path, run: Path, plan: Path | None, *, progress: Say = lambda text: None
+) -> str | None:
+    """`redline train` (for RFT and RL their `run`) in a process that ends with this one. `progress` is told every
+    TELL_EVERY_S where it stands."""
     workload = from_toml(recipe.read_text(encoding="utf-8"), str(recipe)).workload
     verb = [workload, "run"] if workload in ("rft", "rl") else ["train"]
     command = [*PROGRAM, *verb, str(recipe), "--run", str(run), "--quiet"]
     command += ["--plan", str(plan)] if plan is not None else []
     environment = {**os.environ, LAUNCHER: str(os.getpid())}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    with _told(run, progress):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
     last = (done.stderr.strip().splitlines() or [""])[-1]
     if done.returncode and not last.startswith(ERROR):
         raise MachineError(
             f"`redline {' '.join(verb)} {recipe}` ended with exit code {done.returncode}: {last}"
         )
     return last.removeprefix(ERROR) if done.returncode else None
+
+
+@contextmanager
+def _told(run: Path, progress: Say) -> Iterator[None]:
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(TELL_EVERY_S):
+            # between two writes a file may be anything; the reading of the finished run judges it
+            with suppress(RedlineError):
+                if lines := read_lines(metrics_path(run)):
+                    progress(f"  {standing(lines[-1])}")
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+
+
+def standing(line: Line) -> str:
+    """A line of metrics in a few words."""
+    loss, elapsed_s = number(line.get("loss")), number(line.get("elapsed_s"))
+    parts = [f"step {line['step']:,}", f"loss {loss:.3f}" if loss is not None else ""]
+    return ", ".join(filter(None, [*parts, format_duration(elapsed_s) if elapsed_s is not None else ""]))
 
 
 # ---- curves and the ladder ----
