@@ -116,6 +116,12 @@ def test_the_end_of_a_ramp_of_the_length_is_no_slowdown(tmp_path: Path) -> None:
         assert [found.cause for found in paper.found(lines)] == causes
 
 
+def test_a_run_that_ended_in_the_ramp_says_why_its_speed_is_not_judged(tmp_path: Path) -> None:
+    paper = Paper(tmp_path, "train.length_ramp_steps=140")
+    assert paper.found(paper.lines(1.02 * paper.floor_s, count=100)) == []
+    assert "after the 140 updates of train.length_ramp_steps: 0," in (too_little(read(tmp_path)) or "")
+
+
 def test_the_published_run_is_left_alone() -> None:
     (run,) = (ROOT / "benchmarks").glob("wikipedia_*")
     assert diagnose(read_run(run)) == []

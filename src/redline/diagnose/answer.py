@@ -102,7 +102,10 @@ def too_little(observed: Observed) -> str | None:
         how = "write `step_s` with every update" if own else observed.trainer.options["times"]
         return f"The log holds no times, so nothing can be said about speed: {how}."
     if not observed.enough:
-        return f"Only {len(observed.steady)} timed update(s) after the warm-up, fewer than {FEWEST_UPDATES}: too few to judge the speed."
+        ramp = observed.recipe.train.length_ramp_steps if observed.recipe else 0
+        over = f"the {ramp} updates of train.length_ramp_steps" if ramp else "the warm-up"
+        timed = len(observed.steady)
+        return f"Timed updates after {over}: {timed}, too few to judge the speed (at least {FEWEST_UPDATES})."
     return None
 
 
