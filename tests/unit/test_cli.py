@@ -421,6 +421,10 @@ def test_what_argparse_refuses_is_one_line_too(capsys):
         (["machine", "--speed"], "no such argument: --speed"),
     ):
         refused(capsys, arguments, 2, part, f"`redline {arguments[0]} --help`")
+    refused(
+        capsys, "train nano --batch-size 8", 2, "--batch-size 8 (did you mean --set train.batch_size=8?);"
+    )
+    refused(capsys, "race nano --lr=1e-3", 2, "--lr=1e-3 (did you mean --set train.lr=1e-3?);")
     refused(capsys, "rft stats run --all", 2, "no such argument: --all; `redline rft stats --help`")
 
 

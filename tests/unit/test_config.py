@@ -176,6 +176,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
     [
         ("train.step=3", "unknown key 'step' (did you mean 'steps'?)"),
         ("model.hiden_size=3", "unknown key 'hiden_size' (did you mean 'hidden_size'?)"),
+        ("lr=3", "unknown key 'lr' (did you mean train.lr?)"),
         ("trian.steps=3", "unknown key 'trian' (did you mean 'train'?)"),
         ("plan.microbatch=3", "unknown key 'microbatch' (did you mean 'micro_batch'?)"),
         ("train.steps=true", "steps must be a whole number, got True (bool)"),

@@ -130,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if unknown:
                 place = " ".join(filter(None, ("redline", options.command, getattr(options, "verb", None))))
                 raise ConfigError(
-                    f"no such argument: {' '.join(unknown)}; `{place} --help` explains the command"
+                    f"no such argument: {' '.join(unknown)}{_as_override(unknown, options)}; `{place} --help`"
+                    " explains the command"
                 )
             if options.command is None:
                 parser(only="").print_help()
@@ -152,6 +153,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in REFUSALS or error.filename is None:
             raise
         return _say(StorageError(f"{error.filename}: {error.strerror}; choose another path"))
+
+
+def _as_override(unknown: Sequence[str], options: argparse.Namespace) -> str:
+    """The hint for a recipe's value that was given like an option: `--lr 1e-3` is `--set train.lr=1e-3`."""
+    from redline.config.load import keys_named  # here: `redline --help` needs no recipes
+
+    name, _, value = "=".join(unknown[:2]).removeprefix("--").partition("=")
+    keys = keys_named(name.replace("-", "_")) if hasattr(options, "set") else []
+    return f" (did you mean --set {keys[0]}={value or '...'}?)" if keys else ""
 
 
 def _say(error: RedlineError) -> int:

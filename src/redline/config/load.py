@@ -127,14 +127,22 @@ def build(kind: type[T], table: Any, where: str) -> T:
     hints = typing.get_type_hints(kind)
     for key in table:
         if key not in fields:
-            unknown = f"unknown key {key!r}{nearest(key, fields)}"
-            raise ConfigError(f"{where}: {unknown}; known: {', '.join(fields)}")
+            inside = " or ".join(keys_named(key, kind))
+            meant = f" (did you mean {inside}?)" if inside else nearest(key, fields)
+            raise ConfigError(f"{where}: unknown key {key!r}{meant}; known: {', '.join(fields)}")
     values = {key: _convert(hints[key], value, f"{where}: {key}") for key, value in table.items()}
     for name, f in fields.items():
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if required and name not in values:
             raise ConfigError(f"{where}: {name!r} is missing")
     return kind(**values)
+
+
+def keys_named(key: str, kind: type = Recipe) -> list[str]:
+    """The keys of that name in a recipe's tables: `lr` is train.lr."""
+    hints = typing.get_type_hints(kind)
+    kinds = [(name, part) for name, hint in hints.items() for part in (hint, *typing.get_args(hint))]
+    return [f"{name}.{key}" for name, part in kinds if key in getattr(part, "__dataclass_fields__", ())]
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
