@@ -195,6 +195,23 @@ def test_fp8_is_taken_where_the_gpu_has_it_and_refused_where_not():
         make_plan(load_recipe("gpt-1.3b", ["plan.precision=bf16"]), gpu("v100-32g"))
 
 
+@pytest.mark.parametrize(
+    ("board", "pins", "reason"),
+    [
+        ("v100-32g", {"attention": "flash"}, r"flash attention needs compute capability 8\.0, V100 SXM2 32 GB has 7\.0"),
+        ("h100-80g", {"attention": "cudnn", "precision": "fp32"}, "needs half precision, this is fp32"),
+        ("h100-80g", {"cross_entropy": "fused", "precision": "tf32"}, "needs half precision, this is tf32"),
+    ],
+)  # fmt: skip
+def test_a_pinned_kernel_that_cannot_run_is_refused_before_the_run(board, pins, reason):
+    recipe, name = load_recipe("gpt2-124m"), next(iter(pins))
+    with pytest.raises(
+        ConfigError, match=rf"plan\.{name} {pins[name]} is not possible: {reason}; leave it out"
+    ):
+        make_plan(pinned(recipe, **pins), gpu(board))
+    assert getattr(make_plan(pinned(recipe, **{name: pins[name]}), gpu("h100-80g")), name) == pins[name]
+
+
 @pytest.mark.parametrize("name", ["precision", "cross_entropy"])
 def test_a_cpu_says_that_it_emulates_fp8(name):
     recipe = pinned(shaped("gpt2-124m"), **{name: "fp8"})

@@ -50,10 +50,11 @@ def make_plan(
     if (batch := recipe.train.batch_size) % world_size:
         raise ConfigError(f"train.batch_size ({batch}) must be a multiple of {world_size} processes")
     decide = _Decider(recipe, hardware, world_size, nodes, outside)
-    decide.supported(decide.pinned("precision", decide.precision))
+    decide.supported()
+    decide.pinned("precision", decide.precision)
     decide.pinned("attention", decide.attention)
     decide.pinned("compile", decide.compile)
-    decide.possible("cross_entropy", decide.pinned("cross_entropy", decide.cross_entropy))
+    decide.pinned("cross_entropy", decide.cross_entropy)
     decide.pinned("update", decide.update)
     decide.record("slots", decide.slots())  # before the batch: in RL they share the memory
     decide.dividing(decide.pinned("shards", decide.shards))
@@ -95,8 +96,12 @@ class _Decider:
         return value
 
     def pinned(self, name: str, rule: Callable[[], Decision]) -> Any:
-        """The recipe's or the user's own value if there is one, else the rule's."""
-        return self.record(name, self._pin(name) or rule())
+        """The recipe's or the user's own value if there is one, else the rule's. On a GPU it must be possible."""
+        pin = self._pin(name)
+        why = why_not(name, pin[0], self.recipe, self.hardware, self.chosen) if pin else None
+        if pin and why and self.hardware.kind == "cuda":
+            raise ConfigError(f"plan.{name} {pin[0]} is not possible: {why}; leave it out")
+        return self.record(name, pin or rule())
 
     def _pin(self, name: str) -> Decision | None:
         value = getattr(self.recipe.plan, name)
@@ -129,21 +134,15 @@ class _Decider:
             " host sync per update",
         )
 
-    def possible(self, name: str, value: Any) -> None:
-        """Refuse a pinned value that the others of the plan rule out."""
-        if self._pin(name) and value and self.hardware.kind == "cuda" and not self._takes(name, value):
-            why = why_not(name, value, self.recipe, self.hardware, self.chosen)
-            raise ConfigError(f"plan.{name} {value} is not possible: {why}; leave it out")
-
     def capturable(self, graph: bool) -> None:
-        """Refuse a pinned graph; unlike other values, it has no meaning on a CPU."""
-        self.possible("graph", graph)
+        """Refuse a pinned graph; unlike other values, it has no meaning on a CPU or for several processes."""
         if graph and (self.world_size > 1 or self.hardware.kind == "cpu"):
             raise ConfigError(f"plan.graph {graph} is not possible: {ONE_GPU}; leave it out")
 
-    def supported(self, precision: str) -> None:
+    def supported(self) -> None:
         """Refuse a pinned precision that the GPU lacks."""
-        has, needs = self.hardware.compute_capability, NEEDED_CAPABILITY.get(precision, ())
+        precision, has = self.recipe.plan.precision, self.hardware.compute_capability
+        needs = NEEDED_CAPABILITY.get(precision or "", ())
         if self.hardware.kind == "cuda" and has < needs:
             raise MachineError(
                 f"plan.precision {precision} needs compute capability {_dotted(needs)}, {self.hardware.title}"
