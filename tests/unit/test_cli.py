@@ -583,11 +583,17 @@ def test_evaluating_on_tokens_of_another_tokenizer(made, capsys):
     refused(capsys, ["evaluate", str(made / "model"), "--data", "missing.txt"], 3, "no such corpus")
 
 
-def test_exporting_over_another_folder(made, capsys, tmp_path):
+def test_exporting_over_another_folder(made, capsys, tmp_path, monkeypatch):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     refused(capsys, ["export", str(made / "model"), "full"], 5, "a model needs a new folder, but full exists")
     assert (tmp_path / "full" / "file").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for here in (".", str(tmp_path / "empty")):
+        refused(
+            capsys, ["export", str(made / "model"), here], 5, "a model needs a new folder, but", "you are in"
+        )
 
 
 # ---- the way out ----

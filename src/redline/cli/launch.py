@@ -74,6 +74,8 @@ def job_of(options: argparse.Namespace) -> Job:
     if options.nodes > 1 and (options.on != "slurm" or workload == "rft"):
         where = f"--on {options.on}" if options.on != "slurm" else "rejection sampling"
         raise ConfigError(f"--nodes {options.nodes}: {where} takes one node; leave it out")
+    if options.run is not None and not options.run.name:
+        raise ConfigError(f"--run begins the names of runs, which {str(options.run)!r} cannot: name a folder")
     job = Job(
         recipe=options.recipe,
         verb=verb_of(workload),
