@@ -360,6 +360,10 @@ def test_the_outcome_breaks_no_word_in_80_columns(tmp_path, capsys, monkeypatch)
         (["generate", "MODEL", "--samples", "0"], ["--samples must be at least 1, got 0"]),
         (["generate", "MODEL", "--seed", "-1"], ["--seed must be at least 0, got -1"]),
         (["generate", "MODEL", "--seed", str(2**63)], ["seed must be a signed number of at most 64 bits"]),
+        (
+            ["data", "build", "DATA", "--out", "new", "--vocab-size", str(2**64)],
+            ["--vocab-size must be a signed number of at most 64 bits, got 18446744073709551616"],
+        ),
         (["generate", "MODEL", "--top-p", "2"], ["top_p must be"]),
         (["generate", "MODEL", "--device", "tpu"], ["--device", "'tpu'", "cuda"]),
         (
