@@ -212,6 +212,18 @@ def test_a_pinned_kernel_that_cannot_run_is_refused_before_the_run(board, pins, 
     assert getattr(make_plan(pinned(recipe, **{name: pins[name]}), gpu("h100-80g")), name) == pins[name]
 
 
+def test_a_refusal_names_the_least_memory_that_the_pins_allow():
+    with pytest.raises(
+        MachineError, match=r"predicted 25\.9 GiB at micro-batch 32, recompute full"
+    ) as caught:
+        make_plan(pinned(load_recipe("gpt-1.3b"), micro_batch=32), gpu("t4-16g"))
+    least = make_plan(
+        pinned(load_recipe("gpt-1.3b"), micro_batch=32, recompute="full", loss_chunks=8, precision="fp16"),
+        gpu("a100-80g"),
+    )
+    assert f"predicted {least.prediction.memory_bytes / 2**30:.1f} GiB" in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["precision", "cross_entropy"])
 def test_a_cpu_says_that_it_emulates_fp8(name):
     recipe = pinned(shaped("gpt2-124m"), **{name: "fp8"})

@@ -276,7 +276,7 @@ class _Decider:
         budget = MEMORY_SHARE * self.hardware.memory_bytes
         fitting = [way for way in ways if self._memory(*way).total <= budget]
         if not fitting:
-            self._refuse(ways[-1] if not pins["micro_batch"] else ways[0])
+            self._refuse(min(ways, key=lambda way: self._memory(*way).total))
         wide = [way for way in fitting if way[0] * seq_len >= THIN_PASS_TOKENS or way[0] == share]
         best = wide[0] if wide else max(fitting, key=lambda way: way[0])
         if self.outside.prefer == "memory":
@@ -323,14 +323,7 @@ class _Decider:
         return size, Why(reason=f"{set_} in the environment", source="environment")
 
     def _explain(self, best: tuple[int, str, int], pins: dict[str, Decision | None], share: int) -> None:
-        micro, recompute, chunks = best
-        if self.outside.prefer == "memory":
-            least = f"{self._memory(*best).total / 2**30:.1f} GiB, the least of passes that do not starve the device"
-            least = f"--prefer memory: predicted peak {least}"
-            for name, value in zip(pins, best, strict=True):
-                self.record(name, pins[name] or (value, Why(reason=least, source="user")))
-            return
-        self.record("micro_batch", pins["micro_batch"] or (micro, self._why_micro_batch(best, share)))
+        _, recompute, chunks = best
         kept = "activations fit, and recomputing them costs up to a third of the step"
         if self.recipe.feedback is not None:
             kept = "feedback alignment runs each block a second time and holds the activations of one"
@@ -340,10 +333,18 @@ class _Decider:
             "selective": traded + "cheap operations are redone",
             "full": traded + "every block is computed twice",
         }[recompute]
-        self.record("recompute", pins["recompute"] or _rule(recompute, cost))
         pieces = "logits in pieces: less memory, the head is computed twice"
-        why = "logits fit in one piece, which is fastest" if chunks == 1 else pieces
-        self.record("loss_chunks", pins["loss_chunks"] or _rule(chunks, why))
+        head = "logits fit in one piece, which is fastest" if chunks == 1 else pieces
+        why = [
+            self._why_micro_batch(best, share),
+            *(Why(reason=text, source="rule") for text in (cost, head)),
+        ]
+        if self.outside.prefer == "memory":
+            least = f"predicted peak {self._memory(*best).total / 2**30:.1f} GiB"
+            least = f"--prefer memory: {least}, the least of passes that do not starve the device"
+            why = [Why(reason=least, source="user")] * 3
+        for (name, pin), value, reason in zip(pins.items(), best, why, strict=True):
+            self.record(name, pin or (value, reason))
 
     def _why_micro_batch(self, best: tuple[int, str, int], share: int) -> Why:
         micro, seq_len, profile = best[0], longest_row(self.recipe), self.outside.profile
