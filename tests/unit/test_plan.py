@@ -213,9 +213,7 @@ def test_a_pinned_kernel_that_cannot_run_is_refused_before_the_run(board, pins, 
 
 
 def test_a_refusal_names_the_least_memory_that_the_pins_allow():
-    with pytest.raises(
-        MachineError, match=r"predicted 25\.9 GiB at micro-batch 32, recompute full"
-    ) as caught:
+    with pytest.raises(MachineError, match="at micro-batch 32, recompute full") as caught:
         make_plan(pinned(load_recipe("gpt-1.3b"), micro_batch=32), gpu("t4-16g"))
     least = make_plan(
         pinned(load_recipe("gpt-1.3b"), micro_batch=32, recompute="full", loss_chunks=8, precision="fp16"),
