@@ -65,7 +65,6 @@ command+=(--nnodes {nodes} --rdzv "$first:$((20000 + SLURM_JOB_ID % 12000))")
 
 
 def script(job: Job) -> str:
-    """The batch script."""
     if not re.fullmatch(r"[\w./+=-]+", str(job.run)):
         raise ConfigError(f"a SLURM script takes no blanks or quotes in --run, got {str(job.run)!r}")
     cases = "\n".join(
