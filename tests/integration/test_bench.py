@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pipeline import Nano
 
-from redline.bench import attention, finetune, generate_arms, rl
+from redline.bench import attention, finetune, generate, rl
 from redline.bench import train as bench
 from redline.bench.results import BenchRow
 from redline.cli.bench import ARMS
@@ -116,4 +116,4 @@ def test_the_command_knows_every_arm() -> None:
     labelled = {"finetune": finetune, "rl": rl, "attention": attention}
     assert all(ARMS[verb] == tuple(module.LABELS) for verb, module in labelled.items())
     assert all(hasattr(bench, arm) for arm in ARMS["train"])
-    assert all(hasattr(generate_arms, arm) for arm in ARMS["generate"])
+    assert all(hasattr(generate, arm) for arm in ARMS["generate"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from redline.bench import generate, generate_arms, results
+from redline.bench import generate, results
 from redline.bench.generate import WORKS
 from redline.cli.main import main
 from redline.config.recipe import ModelConfig
@@ -64,7 +64,7 @@ def test_our_side_and_its_table(cache: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_other_side_runs_the_same_work() -> None:
-    rows = list(generate_arms.transformers({"name": "quick"}))
+    rows = list(generate.transformers({"name": "quick"}))
     assert [(row["row"], row["prompts"], row["samples"]) for row in rows] == [
         ("generate", 1, 2),
         ("generate", 2, 2),
@@ -80,7 +80,7 @@ def test_a_peer_that_fails_is_a_row_that_says_what_it_was() -> None:
         if new_tokens == QUICK.new_tokens:  # after its warm-up
             raise RuntimeError("no room\nfor it")
 
-    row = generate_arms._measured(generate_arms._row("continuous", QUICK, 2, 2, 4), QUICK, run)
+    row = generate._measured(generate._row("continuous", QUICK, 2, 2, 4), QUICK, run)
     assert "seconds" not in row
     line = results.brief(generate.BENCH.columns, row)
     assert line == "transformers continuous batching: failed: RuntimeError: no room"
@@ -106,7 +106,7 @@ def test_rows_are_compared_with_the_headline_batch() -> None:
 def test_an_arm_that_dies_keeps_its_rows_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     dying = "import sys; sys.stdin.readline(); print('{\"row\": {\"row\": 1}}', flush=True); sys.exit('boom')"
     monkeypatch.setattr("redline.measure.process.COMMAND", (sys.executable, "-c", dying))
-    rows = list(results.rows_of("redline.bench.generate_arms:redline", {"name": "quick"}))
+    rows = list(results.rows_of("redline.bench.generate:redline", {"name": "quick"}))
     assert rows == [{"row": 1}, {"failed": "exit code 1: boom", "outcome": "crashed"}]
 
 

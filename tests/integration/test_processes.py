@@ -36,7 +36,7 @@ from processes import wait_until_gone
 from warm import LIMIT_S as HUNG_S
 from warm import Fault
 
-from redline.errors import MachineError
+from redline.errors import MachineError, RedlineError
 from redline.launch.processes import Member, _watched
 
 STEPS = 20
@@ -288,6 +288,37 @@ def test_ctrl_c_before_the_processes_can_save_is_called_that(monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         _watched([asked])
     assert asked.stopped, "the processes were asked, not this one interrupted"
+
+
+def test_the_failure_of_a_later_process_ends_an_earlier_one_that_never_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With NCCL the first one waits in its collective and does not notice."""
+
+    class Process:
+        """As `Popen`: how it ended is known once somebody asked."""
+
+        def __init__(self, code: int | None) -> None:
+            self.code, self.returncode = code, None
+
+        def poll(self) -> int | None:
+            self.returncode = self.code
+            return self.returncode
+
+        def kill(self) -> None:
+            self.code = -signal.SIGKILL
+
+    def member(rank: int, code: int | None, said: list[str]) -> Member:
+        made = object.__new__(Member)
+        made.rank, made.stopped, made.failure, made.process = rank, False, said, Process(code)
+        made.reader = SimpleNamespace(join=lambda: None)
+        return made
+
+    waits = iter(range(100))
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(waits))
+    monkeypatch.setattr("redline.launch.processes.PATIENCE_S", 0.0)
+    with pytest.raises(RedlineError, match="no such corpus"):
+        _watched([member(0, None, []), member(1, 3, ["redline: no such corpus: nowhere\n"])])
 
 
 def test_a_launcher_that_is_killed_takes_its_processes_with_it(nano: Nano, tmp_path: Path) -> None:

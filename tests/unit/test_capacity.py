@@ -219,6 +219,16 @@ def test_plan_gives_the_rows_as_json(capsys: pytest.CaptureFixture[str]) -> None
     assert [row["gpus"] for row in found["capacity"]] == [1, 8]
 
 
+def test_a_price_that_nothing_can_be_charged_at_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was ignored: the plan came without a cost."""
+    for command in ("nano", "finetune --as 8xh100-80g --set model.init_from=demo"):
+        assert main(["plan", *command.split(), "--price", "2.5"]) == 2
+        assert (
+            "--price needs a GPU of the table (--as) and workload pretrain or rl, got "
+            in capsys.readouterr().err
+        )
+
+
 @pytest.mark.parametrize(
     ("option", "said"), [("--nproc 4", "got --nproc 4"), ("--price 0", "--price must be")]
 )

@@ -91,6 +91,10 @@ def test_a_message_that_does_not_fit_is_left_out(tokenizer, capsys):
     answer(None, talk, "x" * 100, Request(prompt="", sampling=Sampling()))
     assert "tokens, but only 60 fit: shorten it" in capsys.readouterr().err
     assert talk.messages == []
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    talk.messages = said.copy()
+    answer(None, talk, "x" * 100, Request(prompt="", sampling=Sampling()))
+    assert talk.messages == said, "the conversation so far is kept"
 
 
 def test_lines_from_a_pipe_are_answered(tokenizer, capsys, monkeypatch, tmp_path: Path):

@@ -360,6 +360,10 @@ def test_the_outcome_breaks_no_word_in_80_columns(tmp_path, capsys, monkeypatch)
         (["generate", "MODEL", "--samples", "0"], ["--samples must be at least 1, got 0"]),
         (["generate", "MODEL", "--seed", "-1"], ["--seed must be at least 0, got -1"]),
         (["generate", "MODEL", "--seed", str(2**63)], ["seed must be a signed number of at most 64 bits"]),
+        (
+            ["data", "build", "DATA", "--out", "new", "--vocab-size", str(2**64)],
+            ["--vocab-size must be a signed number of at most 64 bits, got 18446744073709551616"],
+        ),
         (["generate", "MODEL", "--top-p", "2"], ["top_p must be"]),
         (["generate", "MODEL", "--device", "tpu"], ["--device", "'tpu'", "cuda"]),
         (
@@ -583,11 +587,17 @@ def test_evaluating_on_tokens_of_another_tokenizer(made, capsys):
     refused(capsys, ["evaluate", str(made / "model"), "--data", "missing.txt"], 3, "no such corpus")
 
 
-def test_exporting_over_another_folder(made, capsys, tmp_path):
+def test_exporting_over_another_folder(made, capsys, tmp_path, monkeypatch):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     refused(capsys, ["export", str(made / "model"), "full"], 5, "a model needs a new folder, but full exists")
     assert (tmp_path / "full" / "file").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for here in (".", str(tmp_path / "empty")):
+        refused(
+            capsys, ["export", str(made / "model"), here], 5, "a model needs a new folder, but", "you are in"
+        )
 
 
 # ---- the way out ----

@@ -2,6 +2,9 @@
 options."""
 
 import dataclasses
+import tomllib
+import typing
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,21 @@ def minimal(tmp_path: Path) -> str:
     path = tmp_path / "minimal.toml"
     path.write_text(MINIMAL)
     return str(path)
+
+
+def test_every_range_is_of_a_field_and_no_field_has_two_kinds() -> None:
+    """A name that no table has would be a rule that holds always."""
+    allowed, kinds = (
+        tomllib.loads((files("redline") / "config/ranges.toml").read_text()),
+        typing.get_type_hints(Recipe),
+    )
+    named = [
+        (table, name) for tables in allowed.values() for table, names in tables.items() for name in names
+    ]
+    for table, name in named:
+        parts = (kinds[table], *typing.get_args(kinds[table]))
+        assert any(name in getattr(part, "__dataclass_fields__", ()) for part in parts), (table, name)
+    assert [both for both in set(named) if named.count(both) > 1] == [("plan", "prefetch")]
 
 
 def refusal(source: str, *overrides: str) -> str:

@@ -182,6 +182,14 @@ def render(seen: Seen, columns: int, events: tuple[str, ...] = ()) -> str:
     return console.export_text()
 
 
+@pytest.mark.parametrize("columns", range(1, 24))
+def test_a_terminal_of_a_few_columns_ends_no_run(columns: int) -> None:
+    """Below sixteen it raised, in the thread that draws and at the end of the run."""
+    seen = Seen.of({"title": "nano", "total_steps": 100})
+    seen.add({"step": 1, "loss": 3.0, "tokens_per_s": 1e4, "step_s": 0.1})
+    assert render(seen, columns, ("12:00:00  checkpoint at step 100",))
+
+
 @pytest.mark.parametrize("columns", [60, 120])
 class TestPanel:
     def test_content(self, columns: int) -> None:

@@ -195,6 +195,33 @@ def test_fp8_is_taken_where_the_gpu_has_it_and_refused_where_not():
         make_plan(load_recipe("gpt-1.3b", ["plan.precision=bf16"]), gpu("v100-32g"))
 
 
+@pytest.mark.parametrize(
+    ("board", "pins", "reason"),
+    [
+        ("v100-32g", {"attention": "flash"}, r"flash attention needs compute capability 8\.0, V100 SXM2 32 GB has 7\.0"),
+        ("h100-80g", {"attention": "cudnn", "precision": "fp32"}, "needs half precision, this is fp32"),
+        ("h100-80g", {"cross_entropy": "fused", "precision": "tf32"}, "needs half precision, this is tf32"),
+    ],
+)  # fmt: skip
+def test_a_pinned_kernel_that_cannot_run_is_refused_before_the_run(board, pins, reason):
+    recipe, name = load_recipe("gpt2-124m"), next(iter(pins))
+    with pytest.raises(
+        ConfigError, match=rf"plan\.{name} {pins[name]} is not possible: {reason}; leave it out"
+    ):
+        make_plan(pinned(recipe, **pins), gpu(board))
+    assert getattr(make_plan(pinned(recipe, **{name: pins[name]}), gpu("h100-80g")), name) == pins[name]
+
+
+def test_a_refusal_names_the_least_memory_that_the_pins_allow():
+    with pytest.raises(MachineError, match="at micro-batch 32, recompute full") as caught:
+        make_plan(pinned(load_recipe("gpt-1.3b"), micro_batch=32), gpu("t4-16g"))
+    least = make_plan(
+        pinned(load_recipe("gpt-1.3b"), micro_batch=32, recompute="full", loss_chunks=8, precision="fp16"),
+        gpu("a100-80g"),
+    )
+    assert f"predicted {least.prediction.memory_bytes / 2**30:.1f} GiB" in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["precision", "cross_entropy"])
 def test_a_cpu_says_that_it_emulates_fp8(name):
     recipe = pinned(shaped("gpt2-124m"), **{name: "fp8"})

@@ -1,7 +1,7 @@
 """What the benchmarks share: an arm in its process, the tables, and the two files that a benchmark writes. No torch.
 
     path = run_arms(BENCH, "full", facts, Path("benchmarks"), arms=("trl",), progress=print)
-    for row in rows_of("redline.bench.generate_arms:redline", {"name": "full"}): ...
+    for row in rows_of("redline.bench.generate:redline", {"name": "full"}): ...
     path = write(out, "generate", facts, results, lines)           # generate_<hardware>_<date>.{json,md}
 
 What an arm measured before it died is kept; its last row says how it failed.

@@ -112,6 +112,8 @@ class _Number(argparse.Action):
             whole, real = f"at least {0 if may_be_0 else 1}", "of at least" if may_be_0 else "above"
             rule = whole if self.type is int else f"a finite number {real} 0"
             raise ConfigError(f"{name} must be {rule}, got {str(value).removesuffix('.0')}")
+        if self.type is int and value >= 2**63:
+            raise ConfigError(f"{name} must be a signed number of at most 64 bits, got {value}")
         setattr(options, self.dest, value)
 
 

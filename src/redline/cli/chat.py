@@ -120,10 +120,11 @@ def _messages(talk: Conversation) -> Iterator[str]:
 
 
 def answer(engine: "LocalEngine", talk: Conversation, message: str, asked: Request) -> None:
+    before = talk.messages.copy()
     ids, forgotten = talk.ask(message)
     if len(ids) > talk.most_tokens:
         status(f"your message has {len(ids)} tokens, but only {talk.most_tokens} fit: shorten it")
-        talk.messages.pop()
+        talk.messages = before
         return
     if forgotten:
         status(f"(dropped the first {forgotten} {'messages' if talk.chats else 'tokens'} to make room)")

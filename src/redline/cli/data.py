@@ -57,8 +57,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _build(options: argparse.Namespace) -> Manifest | None:
-    if options.tokenizer == "bpe":
-        status("first training a byte-level BPE on the source, on at most 64 MiB of it")
     how = {name: getattr(options, name) for name in ("tokenizer", "text_field", "valid_fraction")}
     how["vocab_size"] = options.vocab_size or (32768 if options.tokenizer == "bpe" else None)
     if options.on is None and options.ray_address is not None:
@@ -68,6 +66,8 @@ def _build(options: argparse.Namespace) -> Manifest | None:
     part, manifest = _part(options), None
     if (part or options.on == "ray") and is_remote(options.out):
         raise ConfigError(f"parts share a folder, which {options.out} is not: build into one, then upload it")
+    if options.tokenizer == "bpe":
+        status("first training a byte-level BPE on the source, on at most 64 MiB of it")
     if options.on == "ray":
         manifest = _build_on_ray(options, how)
     else:

@@ -33,9 +33,9 @@ RECIPE                     a shipped recipe (see `redline recipes`) or a .toml f
 --run DIR                  the run folder; for several runs, how their names begin (default: runs/RECIPE)
 --nodes N                  nodes per run, which share its folder (default 1)
 --gpus N                   GPUs per node, one process each; 0: CPUs (default: 8 on a cluster, 1 process here)
---cpus N                   CPU cores per node (default 48)
---memory SIZE              memory per node (default 256G)
---time LIMIT               time limit: minutes, HH:MM:SS or D-HH:MM (default 1-00, a day)
+--cpus N                   CPU cores per node, on a cluster (default 48)
+--memory SIZE              memory per node, on a cluster (default 256G)
+--time LIMIT               time limit on a cluster: minutes, HH:MM:SS or D-HH:MM (default 1-00, a day)
 --dry-run                  print what would be started, and start nothing
 @JSON
 """
@@ -74,6 +74,8 @@ def job_of(options: argparse.Namespace) -> Job:
     if options.nodes > 1 and (options.on != "slurm" or workload == "rft"):
         where = f"--on {options.on}" if options.on != "slurm" else "rejection sampling"
         raise ConfigError(f"--nodes {options.nodes}: {where} takes one node; leave it out")
+    if options.run is not None and not options.run.name:
+        raise ConfigError(f"--run begins the names of runs, which {str(options.run)!r} cannot: name a folder")
     job = Job(
         recipe=options.recipe,
         verb=verb_of(workload),

@@ -21,7 +21,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from statistics import median
 from textwrap import wrap
 from typing import Any, TextIO
@@ -56,6 +55,8 @@ REFRESHES_PER_S = 4
 PANEL_COLUMNS = 110
 LABEL, FRAME = 11, 4
 """Columns of a row's name, and of the panel's two edges."""
+LEAST_ROOM = 8
+"""Columns of a row's text in a terminal that is too narrow for any."""
 
 
 def make_view(*, quiet: bool = False, own: bool = True, stream: TextIO | None = None) -> Observer:
@@ -311,24 +312,21 @@ class LiveView:
 
 def live_panel(seen: Seen, events: Sequence[str], columns: int) -> Panel:
     """The panel, its rows cut to the width so that it keeps its height; the terminal must have `columns` columns."""
-    rows = [] if seen.last else _rows("", "waiting for the first numbers")
+    rows, room = Table.grid(), max(LEAST_ROOM, columns - FRAME - LABEL)
+    rows.add_column(width=LABEL, style="dim", no_wrap=True)
+    rows.add_column(width=room, no_wrap=True, overflow="ellipsis")
+    if not seen.last:
+        rows.add_row("", "waiting for the first numbers")
     losses = [line["loss"] for line in seen.recent if line.get("loss") is not None]
     for label, value, note, _ in figures(seen):
-        rows += _rows(label, Text.assemble((value, "bold"), "  ", (note, "dim")))
+        rows.add_row(label, Text.assemble((value, "bold"), "  ", (note, "dim")))
         if label == "loss":
-            rows += _rows("", Text(sparkline(losses[-(columns - FRAME - LABEL) :]), style="cyan"))
-    wrapped = (wrap(event, columns - FRAME - LABEL, max_lines=2, placeholder=" …") for event in events)
-    rows += _rows("events", *chain.from_iterable(wrapped))
-    for row in rows:
-        row.truncate(columns - FRAME, overflow="ellipsis")
-    body = Group(Text(seen.title, style="bold"), progress(seen), *rows)
+            rows.add_row("", Text(sparkline(losses[-room:]), style="cyan"))
+    lines = [Text(line) for event in events for line in wrap(event, room, max_lines=2, placeholder=" …")]
+    for label, line in zip(("events", *[""] * len(lines)), lines, strict=False):
+        rows.add_row(label, line)
+    body = Group(Text(seen.title, style="bold"), progress(seen), rows)
     return Panel(body, border_style="cyan", title="redline", title_align="left", width=columns)
-
-
-def _rows(label: str, *lines: Text | str) -> list[Text]:
-    """Rows under one name."""
-    names = (label, *[""] * len(lines))
-    return [Text.assemble((name.ljust(LABEL), "dim"), line) for name, line in zip(names, lines, strict=False)]
 
 
 def progress(seen: Seen) -> Table:

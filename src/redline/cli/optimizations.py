@@ -110,15 +110,12 @@ def _print(rows: list[Row], where: str) -> None:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    last, why = row["switch"], row["note"] if row["standing"] in ("thrown out", "refuted") else ""
+    standing, last = row["standing"], row["switch"]
+    why = row["note"] if standing in ("thrown out", "refuted") else ""
     if "applies" in row:
-        applies = "yes" if row["standing"] == "switch" else row["standing"]
-        last = (
-            "no"
-            if not row["applies"] and row["standing"] not in ("recipe", "thrown out", "refuted")
-            else applies
-        )
-        why = row["why_not"] if last == "no" else why
+        last = "yes" if standing == "switch" else standing
+        if not row["applies"] and standing in ("switch", "built in"):
+            last, why = "no", row["why_not"]
     return row["name"], ratio(row["claimed"]), row["effect"], last, f"by {_by(row)}", why
 
 

@@ -58,6 +58,9 @@ def run(options: argparse.Namespace) -> None:
     hardware, price = _hardware(options), options.price
     many = nproc > 1 or price is not None
     known = hardware.link_bytes_per_s and recipe.workload in ("pretrain", "rl")  # the links, and all lengths
+    if price is not None and not known:
+        where = f"{hardware.title} and workload {recipe.workload}"
+        raise ConfigError(f"--price needs a GPU of the table (--as) and workload pretrain or rl, got {where}")
     rows = capacity(recipe, hardware, nproc, outside_of(options)) if many and known else []
     found = {"capacity": [asdict(row) for row in rows]} if rows else {}
     try:
@@ -112,6 +115,10 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 
 def chosen(options: argparse.Namespace, recipe: Recipe, world_size: int, nodes: int = 1, *, say: Say) -> Plan:
     """The plan that --plan names: a file, `auto`, or without it the one that is made now."""
+    if options.plan is not None and getattr(options, "prefer", None) == "memory":
+        raise ConfigError(
+            f"--prefer memory has no effect beside --plan {options.plan}: leave out one of them"
+        )
     if options.plan not in (None, "auto"):
         return load_for(Path(options.plan), recipe, world_size, typed=typed_pins(options))
     plan = make(options, recipe, nproc=world_size, nodes=nodes)

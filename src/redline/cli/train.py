@@ -87,6 +87,10 @@ def nodes_of(options: argparse.Namespace) -> tuple[int, int]:
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", options.nnodes) or int(most or least) < int(least):
         raise ConfigError(f"--nnodes takes a number or MIN:MAX, like 2 or 1:4, got {options.nnodes!r}")
     place = re.fullmatch(r"[^\s:]+:(\d{1,5})", options.rdzv or "")
+    if int(most or least) == 1 and options.rdzv:
+        raise ConfigError(
+            f"--rdzv {options.rdzv} is where several machines meet: add --nnodes, or leave it out"
+        )
     if int(most or least) > 1 and (place is None or int(place[1]) >= 2**16):
         got = f"got {options.rdzv!r}" if options.rdzv else "it is missing"
         raise ConfigError(f"--nnodes {options.nnodes} needs --rdzv HOST:PORT, the same on each; {got}")

@@ -13,18 +13,13 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self
 
-from redline.config.dfa import DfaConfig, Rule
+from redline.config.dfa import DfaConfig
 from redline.config.rft import SampleConfig, TaskConfig, TestConfig
 from redline.config.rl import REINFORCING, RlConfig
 from redline.errors import ConfigError, nearest
 
-Workload = Literal["pretrain", "finetune", "rft", "rl"]
 Norm = Literal["rmsnorm", "layernorm"]
-Positions = Literal["rope", "learned"]
-Activation = Literal["swiglu", "gelu", "relu2"]
-Mixing = Literal["softmax", "favor"]
 Optimizer = Literal["adamw", "muon"]
-Schedule = Literal["cosine", "linear", "wsd", "constant"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Compile = Literal["off", "default", "max-autotune-no-cudagraphs"]
 Recompute = Literal["none", "selective", "full"]
@@ -59,9 +54,9 @@ class ModelConfig:
     """Width of a head; not given: hidden_size / num_heads."""
     norm: Norm = "rmsnorm"
     norm_eps: float = 1e-5
-    positions: Positions = "rope"
+    positions: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10_000.0
-    activation: Activation = "swiglu"
+    activation: Literal["swiglu", "gelu", "relu2"] = "swiglu"
     bias: bool = False
     """Biases in every linear layer and in LayerNorm (GPT-2)."""
     qkv_bias: bool = False
@@ -70,7 +65,7 @@ class ModelConfig:
     """RMSNorm over each query and key head before the rotation (Qwen3)."""
     tie_embeddings: bool = True
     """The output head is the embedding matrix."""
-    attention: Mixing = "softmax"
+    attention: Literal["softmax", "favor"] = "softmax"
     """`favor`: kernel attention, which estimates softmax attention from random features at linear cost."""
     features: int = 256
     """Random features per key/value head, for `favor`: the error falls with their square root."""
@@ -140,7 +135,7 @@ class TrainConfig:
     """Passes of fine-tuning over its examples."""
     max_hours: float | None = None
     """Limit in hours of training; the schedule follows whichever of steps and hours ends first."""
-    rule: Rule = "backprop"
+    rule: Literal["backprop", "dfa"] = "backprop"
     """Source of the gradients: back-propagation, or direct feedback alignment (table `dfa`)."""
     optimizer: Optimizer = "adamw"
     muon_lr: float = 0.02
@@ -156,7 +151,7 @@ class TrainConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    schedule: Schedule = "cosine"
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_steps: int = 0
     warmup_fraction: float = 0.0
     """Share of the updates spent warming up; give this or `warmup_steps`."""
@@ -262,7 +257,7 @@ class Recipe:
 
     name: str
     about: str = ""
-    workload: Workload = "pretrain"
+    workload: Literal["pretrain", "finetune", "rft", "rl"] = "pretrain"
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig

@@ -4,10 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-RlAlgorithm = Literal["grpo", "ppo", "imitation"]
-Overlong = Literal["penalty", "mask", "none"]
-PcGrad = Literal["off", "watch", "global", "tensor"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RlConfig:
@@ -23,7 +19,7 @@ class RlConfig:
     """Folder whose sub-folders, named after the domains, hold their files; without one a domain generates questions."""
     rows: int | None = None
     """The first rows of each domain's training split; not given: all."""
-    algorithm: RlAlgorithm = "grpo"
+    algorithm: Literal["grpo", "ppo", "imitation"] = "grpo"
     """`grpo` compares an answer with its group, `ppo` with what a critic expects. `imitation` is cross entropy on the
     correct answers, the baseline that the other two must beat."""
     group_size: int = 8
@@ -38,7 +34,7 @@ class RlConfig:
     """A token whose probability falls below 1 - clip_low or rises above 1 + clip_high times its old value has no gradient."""
     kl: float = 0.0
     """Weight of the divergence from the initial model; 0: off, and no reference model is held."""
-    overlong: Overlong = "penalty"
+    overlong: Literal["penalty", "mask", "none"] = "penalty"
     """Long answers: `penalty` takes up to 1 off the reward over the last fifth of max_new_tokens, `mask` does not learn
     from answers that were cut off, `none` changes nothing."""
     importance_cap: float = 2.0
@@ -50,7 +46,7 @@ class RlConfig:
     """Times per step that questions whose answers all earned the same reward are replaced by others."""
     critic_lr: float = 1e-5
     """Peak learning rate of the critic (ppo)."""
-    pcgrad: PcGrad = "off"
+    pcgrad: Literal["off", "watch", "global", "tensor"] = "off"
     """What to do if the gradients of domains point against each other: `watch` reports it; `global` and `tensor`
     project them (PCGrad), over all weights or tensor by tensor. All three keep the domains' gradients apart, which takes
     memory for each domain but one."""

@@ -3,7 +3,10 @@
 Rules are tried in order and the first that is broken is raised, so a later one may rely on those before it.
 """
 
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.resources import files
 from itertools import chain
 from typing import Any
 
@@ -23,39 +26,11 @@ def check(recipe: Recipe) -> Recipe:
 
 
 _SHAPE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size", "context_length")
-_POSITIVE = {
-    "model": (*_SHAPE, "num_kv_heads", "head_dim", "norm_eps", "rope_theta", "init_std", "features"),
-    "train": ("batch_size", "lr", "muon_lr", "eps", "max_hours", "eval_sequences", "keep_checkpoints", "target_loss"),
-    "task": ("rows",),
-    "sample": (
-        "samples_per_question", "temperature", "later_temperature", "top_k", "max_new_tokens",
-        "distinct_correct",
-    ),
-    "rl": ("rows", "max_prompt_tokens", "max_new_tokens", "updates_per_rollout", "clip_high", "critic_lr"),
-    "plan": ("micro_batch", "loss_chunks", "loader_threads", "prefetch", "shards", "slots"),
-}  # fmt: skip
-_NOT_NEGATIVE = {
-    "model": ("redraw_every",),
-    "data": ("seq_len",),
-    "train": (
-        "steps", "epochs", "length_ramp_steps", "muon_warmup_steps", "softmax_candidates", "weight_decay", "clip_norm", "orthogonality", "orthogonality_warmup_steps", "warmup_steps", "eval_every", "early_stop_evals",
-        "diagnose_every", "checkpoint_every", "seed",
-    ),
-    "dfa": ("top_blocks",),
-    "prompt": ("shots", "trained_shots"),
-    "sample": ("keep_per_question",),
-    "test": ("rows",),
-    "rl": ("kl", "importance_cap", "refills"),
-}  # fmt: skip
-_BETWEEN: dict[str, dict[str, tuple[float, float]]] = {
-    "train": {
-        "beta1": (0.0, 1.0), "beta2": (0.0, 1.0), "min_lr_ratio": (0.0, 1.0), "decay_fraction": (0.0, 1.0),
-        "warmup_fraction": (0.0, 1.0),
-    },
-    "data": {"valid_fraction": (0.0, 0.9)},
-    "rl": {"clip_low": (0.0, 1.0), "max_versions_behind": (0, 2)},
-    "plan": {"prefetch": (1, 64)},
-}  # fmt: skip
+
+
+@cache
+def _allowed() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((files("redline") / "config/ranges.toml").read_text(encoding="utf-8"))
 
 
 def _ranges(recipe: Recipe) -> Iterator[Rule]:
@@ -65,22 +40,23 @@ def _ranges(recipe: Recipe) -> Iterator[Rule]:
     fits = all(p.isprintable() and not p.startswith((".", " ")) and 0 < len(p) <= 100 for p in parts)
     named = f"name must be printable, at most 100 characters long, and not a path; got {recipe.name!r:.120}"
     yield fits and len(parts) <= 3, named
-    for table, names in _POSITIVE.items():
+    unknown = recipe.model.init_from is not None and not recipe.model.is_shaped
+    for table, names in _allowed()["positive"].items():
         for name, v in _values(recipe, table, names):
-            left_out = name in _SHAPE and v == 0 and recipe.model.init_from is not None
+            left_out = name in _SHAPE and v == 0 and unknown
             yield v > 0 or left_out, f"{table}.{name} must be greater than 0, got {v}"
-    for table, names in _NOT_NEGATIVE.items():
+    for table, names in _allowed()["not_negative"].items():
         for name, v in _values(recipe, table, names):
             yield v >= 0, f"{table}.{name} must not be negative, got {v}"
-    for table, bounds in _BETWEEN.items():
-        for name, v in _values(recipe, table, tuple(bounds)):
+    for table, bounds in _allowed()["between"].items():
+        for name, v in _values(recipe, table, bounds):
             low, high = bounds[name]
             yield low <= v <= high, f"{table}.{name} must be between {low} and {high}, got {v}"
     for name, v in _values(recipe, "train", ("beta1", "beta2")):
         yield v < 1, f"train.{name} must be less than 1, got {v}"
 
 
-def _values(recipe: Recipe, table: str, names: tuple[str, ...]) -> list[tuple[str, Any]]:
+def _values(recipe: Recipe, table: str, names: Iterable[str]) -> list[tuple[str, Any]]:
     given = [(name, getattr(getattr(recipe, table), name, None)) for name in names]
     return [(name, value) for name, value in given if value is not None]
 
@@ -137,8 +113,6 @@ def _relations(recipe: Recipe) -> Iterator[Rule]:
 
 def _shape(recipe: Recipe) -> Iterator[Rule]:
     m, d = recipe.model, recipe.data
-    for name in _SHAPE:
-        yield getattr(m, name) > 0, f"model.{name} must be greater than 0, got 0"
     t, pretrains = recipe.train, recipe.workload == "pretrain"
     heads = f"heads no wider ({m.head_size}) than model.hidden_size ({m.hidden_size})"
     kept = not t.orthogonality or (pretrains and m.head_size <= m.hidden_size)

@@ -83,8 +83,8 @@ def _watched(members: Sequence["Member"]) -> int:
                 member.process.terminate()
 
     with handled_by(hand_on, *STOPS):
-        while any(member.process.poll() is None for member in members):
-            if any(member.process.returncode for member in members):
+        while None in (codes := [member.process.poll() for member in members]):
+            if any(codes):
                 stop(members)
             time.sleep(LOOK_EVERY_S)
     failed = failures(members)

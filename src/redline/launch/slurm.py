@@ -10,8 +10,11 @@ import re
 import shlex
 import shutil
 import subprocess
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from jinja2 import StrictUndefined, Template
 
 from redline.errors import ConfigError, MachineError
 from redline.launch.experiments import Job, command_line
@@ -21,63 +24,19 @@ from redline.train.stop import STOPPED
 LEAD_S = 300
 """How long before the limit the signal comes: time to finish an update and write a checkpoint."""
 
-SCRIPT = r"""#!/bin/bash
-{directives}
-# Written by `redline launch`. To submit it again: sbatch {path}
-set -euo pipefail
-
-# shellcheck disable=SC2016 # a $ in a value is not for this shell
-case "${{SLURM_ARRAY_TASK_ID:-0}}" in
-{cases}
-esac
-{rendezvous}
-step="" ended=""
-stop() {{
-    ended=$1
-    if [[ -n $step ]]; then kill -USR1 "$step" || true; fi
-}}
-trap 'stop limit' USR1
-trap 'stop cancelled' TERM
-
-# srun passes the signal on to every node
-srun "${{command[@]}}" &
-step=$!
-if [[ -n $ended ]]; then stop "$ended"; fi
-code=0
-wait "$step" || code=$?
-while kill -0 "$step" 2>/dev/null; do # a signal ends the wait before the training ends
-    code=0
-    wait "$step" || code=$?
-done
-
-stopped() {{ grep -s '"event": "end"' "$run/events.jsonl" | tail -n 1 | grep -q '{stopped}'; }}
-if [[ $ended == limit ]] || {{ [[ -z $ended && $code == 0 ]] && stopped; }}; then
-    echo "the run goes back into the queue and resumes from its checkpoint"
-    scontrol requeue "$SLURM_JOB_ID"
-    exit 0
-fi
-exit "$code"
-"""
-RENDEZVOUS = r"""
-read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-command+=(--nnodes {nodes} --rdzv "$first:$((20000 + SLURM_JOB_ID % 12000))")
-"""
-
 
 def script(job: Job) -> str:
-    """The batch script."""
     if not re.fullmatch(r"[\w./+=-]+", str(job.run)):
         raise ConfigError(f"a SLURM script takes no blanks or quotes in --run, got {str(job.run)!r}")
     cases = "\n".join(
         f"{number}) run={shlex.quote(str(experiment.run))} command=({command_line(experiment.arguments)}) ;;"
         for number, experiment in enumerate(job.experiments)
     )
-    return SCRIPT.format(
-        directives="\n".join(f"#SBATCH --{name}" for name in _directives(job)),
-        path=_path(job),
-        cases=cases,
-        rendezvous=RENDEZVOUS.format(nodes=job.nodes) if job.nodes > 1 else "",
-        stopped=STOPPED,
+    directives = "\n".join(f"#SBATCH --{name}" for name in _directives(job))
+    text = (files("redline") / "launch/slurm.sh.jinja").read_text(encoding="utf-8")
+    template = Template(text, keep_trailing_newline=True, undefined=StrictUndefined)
+    return template.render(
+        directives=directives, path=_path(job), cases=cases, nodes=job.nodes, stopped=STOPPED
     )
 
 

@@ -12,12 +12,13 @@ advertised rate). Left out: sparsity doubles, int8, fp4, and any board whose fig
 """
 
 import re
-from ast import literal_eval
 from dataclasses import dataclass, replace
 from typing import Any
 
 from redline.errors import ConfigError, nearest
+from redline.record.files import shipped
 
+FILE = "machine/boards.toml"
 _MEMORY_TOLERANCE = 0.06
 """Drivers and torch differ by up to 4 % in the total they report; variants of a board by far more."""
 
@@ -54,52 +55,20 @@ class GpuSpec:
         return peak
 
 
-# Bytes/s of a GPU in each direction, inside and out of a node of eight: half of what NVLink's datasheets add up for both
-# directions, and the network cards of NVIDIA's own systems (DGX-1V: 4 x 100 Gbit/s; DGX A100: 8 x 200; DGX H100, H200
-# and B200: 8 x 400). Boards without NVLink: 16 lanes of PCIe, and 100 Gbit/s per node.
-_LINKS = {
-    "dgx-v100": (150e9, 6.25e9), "dgx-a100": (300e9, 25e9), "dgx-h100": (450e9, 50e9), "dgx-b200": (900e9, 50e9),
-    "pcie-3": (16e9, 1.5625e9), "pcie-4": (32e9, 1.5625e9), "pcie-5": (64e9, 1.5625e9),
-}  # fmt: skip
 PEAKS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 
-# Memory is what `nvidia-smi` shows under drivers from 510 on; earlier ones show 32510 MiB (V100), 40536 (A100
-# 40 GB), 81251 (A100 80 GB, and torch there today) and 15109 (T4). Of the 192 GB on a B200, 180 are enabled.
-# A100 80 GB has the bandwidth of the SXM board (PCIe: 1935 GB/s). The L4 datasheet's tensor figures are
-# sparse and halved here. GeForce cards: fp8 with the fast accumulation that fp8 training uses in the forward
-# pass (half of it with full fp32 accumulation). Columns: id, title, name that NVML reports, MiB, compute
-# capability, dense TFLOP/s in bf16, fp16, tf32, fp32 and fp8, GB/s, links, and which document of NVIDIA's says so.
-_BOARDS = """
-t4-16g        | T4 16 GB        | T4                          |  15360 |  7.5 |  None |    65 |  None |   8.1 |  None |  320 | pcie-3   | T4 datasheet
-v100-32g      | V100 SXM2 32 GB | V100-SXM2-32GB              |  32768 |  7.0 |  None |   125 |  None |  15.7 |  None |  900 | dgx-v100 | V100 datasheet
-a10g-24g      | A10G 24 GB      | A10G                        |  23028 |  8.6 |    70 |    70 |    35 |    35 |  None |  600 | pcie-4   | A10G datasheet
-a100-40g      | A100 40 GB      | A100-(SXM4|PCIE)-40GB       |  40960 |  8.0 |   312 |   312 |   156 |  19.5 |  None | 1555 | dgx-a100 | A100 datasheet
-a100-80g      | A100 80 GB      | A100(-SXM4-80GB| 80GB PCIe) |  81920 |  8.0 |   312 |   312 |   156 |  19.5 |  None | 2039 | dgx-a100 | A100 datasheet
-rtx-3090-24g  | RTX 3090 24 GB  | GeForce RTX 3090            |  24576 |  8.6 |    71 |    71 |  35.6 |  35.6 |  None |  936 | pcie-4   | Ampere GA102 whitepaper
-rtx-4090-24g  | RTX 4090 24 GB  | GeForce RTX 4090            |  24564 |  8.9 | 165.2 | 165.2 |  82.6 |  82.6 | 660.6 | 1008 | pcie-4   | Ada architecture whitepaper
-rtx-5090-32g  | RTX 5090 32 GB  | GeForce RTX 5090            |  32607 | 12.0 | 209.5 | 209.5 | 104.8 | 104.8 |   838 | 1792 | pcie-5   | RTX Blackwell architecture whitepaper
-l4-24g        | L4 24 GB        | L4                          |  23034 |  8.9 |   121 |   121 |    60 |  30.3 | 242.5 |  300 | pcie-4   | L4 datasheet
-l40s-48g      | L40S 48 GB      | L40S                        |  46068 |  8.9 |   362 |   362 |   183 |  91.6 |   733 |  864 | pcie-4   | L40S datasheet
-h20-96g       | H20 96 GB       | H20                         |  97871 |  9.0 |   148 |   148 |    74 |    44 |   296 | 4000 | dgx-h100 | H20 datasheet
-h100-pcie-80g | H100 PCIe 80 GB | H100 PCIe                   |  81559 |  9.0 |   756 |   756 |   378 |    51 |  1513 | 2039 | pcie-5   | Hopper architecture whitepaper
-h100-80g      | H100 SXM 80 GB  | H100 80GB HBM3              |  81559 |  9.0 |   989 |   989 |   494 |    67 |  1979 | 3350 | dgx-h100 | H100 datasheet
-h200-141g     | H200 SXM 141 GB | H200                        | 143771 |  9.0 |   989 |   989 |   494 |    67 |  1979 | 4800 | dgx-h100 | H200 datasheet
-b200-192g     | B200 192 GB     | B200                        | 183359 | 10.0 |  2250 |  2250 |  1125 |    75 |  4500 | 8000 | dgx-b200 | HGX B200 datasheet
-"""
 
-
-def _board(row: str) -> GpuSpec:
-    name, title, match, mib, capability, *peaks, gb_per_s, links, source = map(str.strip, row.split(" | "))
-    major, minor = map(int, capability.split("."))
-    known = {f"{dtype}_tflops": literal_eval(peak) for dtype, peak in zip(PEAKS, peaks, strict=True)}
+def _board(name: str, row: dict[str, Any]) -> GpuSpec:
+    link, network = shipped(FILE)["links"][row["links"]]
     return GpuSpec(
-        name=name, title=title, match=match, memory_bytes=int(mib) * 2**20, compute_capability=(major, minor),
-        memory_bandwidth_bytes_per_s=float(gb_per_s) * 1e9, link_bytes_per_s=_LINKS[links][0],
-        network_bytes_per_s=_LINKS[links][1], source=f"NVIDIA {source}", **known,
+        name=name, title=row["title"], match=row["match"], memory_bytes=row["memory_mib"] * 2**20,
+        compute_capability=tuple(row["compute_capability"]), link_bytes_per_s=link * 1e9,
+        memory_bandwidth_bytes_per_s=row["bandwidth"] * 1e9, network_bytes_per_s=network * 1e9,
+        source=f"NVIDIA {row['source']}", **{f"{dtype}_tflops": peak for dtype, peak in row["tflops"].items()},
     )  # fmt: skip
 
 
-SPECS: dict[str, GpuSpec] = {spec.name: spec for spec in map(_board, _BOARDS.strip().splitlines())}
+SPECS: dict[str, GpuSpec] = {name: _board(name, row) for name, row in shipped(FILE)["boards"].items()}
 _PER_S = {"gb/s": 1e9, "tb/s": 1e12, "gbit/s": 1e9 / 8}
 _FIGURES: dict[str, tuple[str, dict[str, float]]] = {
     "memory": ("memory_bytes", {"gb": 2**30, "gib": 2**30}),

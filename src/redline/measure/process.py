@@ -2,7 +2,7 @@
 
     with Child() as child:
         child.start(trial, limit_s=60); child.block(limit_s=60); child.memory(limit_s=60)
-        for row in child.rows("redline.bench.generate_arms:ours", {"name": "full"}, limit_s=1800): ...
+        for row in child.rows("redline.bench.generate:redline", {"name": "full"}, limit_s=1800): ...
 
 The child (`python -m redline.measure.process`, then child.py) reads requests as lines of JSON and does nothing between
 two of them, so several can be alive and take turns. It ends when its standard input does and, on Linux, when its parent

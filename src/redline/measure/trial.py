@@ -44,8 +44,6 @@ KILLED = f"killed by signal {signal.SIGKILL.value}"
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How long an arm is measured."""
-
     blocks: int = FEWEST_BLOCKS
     block_s: float = 0.5
     """A block holds as many whole steps as fill this time, at least one."""
@@ -59,8 +57,6 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A subject and its setting."""
-
     subject: str
     """Its class, as `module:name`; child.py says what it must offer."""
     setting: dict[str, Any]
@@ -123,8 +119,6 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A trial and what it is compared with."""
-
     before: Measurement
     after: Measurement
     paired: bool

@@ -50,10 +50,11 @@ def make_plan(
     if (batch := recipe.train.batch_size) % world_size:
         raise ConfigError(f"train.batch_size ({batch}) must be a multiple of {world_size} processes")
     decide = _Decider(recipe, hardware, world_size, nodes, outside)
-    decide.supported(decide.pinned("precision", decide.precision))
+    decide.supported()
+    decide.pinned("precision", decide.precision)
     decide.pinned("attention", decide.attention)
     decide.pinned("compile", decide.compile)
-    decide.possible("cross_entropy", decide.pinned("cross_entropy", decide.cross_entropy))
+    decide.pinned("cross_entropy", decide.cross_entropy)
     decide.pinned("update", decide.update)
     decide.record("slots", decide.slots())  # before the batch: in RL they share the memory
     decide.dividing(decide.pinned("shards", decide.shards))
@@ -95,8 +96,12 @@ class _Decider:
         return value
 
     def pinned(self, name: str, rule: Callable[[], Decision]) -> Any:
-        """The recipe's or the user's own value if there is one, else the rule's."""
-        return self.record(name, self._pin(name) or rule())
+        """The recipe's or the user's own value if there is one, else the rule's. On a GPU it must be possible."""
+        pin = self._pin(name)
+        why = why_not(name, pin[0], self.recipe, self.hardware, self.chosen) if pin else None
+        if pin and why and self.hardware.kind == "cuda":
+            raise ConfigError(f"plan.{name} {pin[0]} is not possible: {why}; leave it out")
+        return self.record(name, pin or rule())
 
     def _pin(self, name: str) -> Decision | None:
         value = getattr(self.recipe.plan, name)
@@ -129,21 +134,15 @@ class _Decider:
             " host sync per update",
         )
 
-    def possible(self, name: str, value: Any) -> None:
-        """Refuse a pinned value that the others of the plan rule out."""
-        if self._pin(name) and value and self.hardware.kind == "cuda" and not self._takes(name, value):
-            why = why_not(name, value, self.recipe, self.hardware, self.chosen)
-            raise ConfigError(f"plan.{name} {value} is not possible: {why}; leave it out")
-
     def capturable(self, graph: bool) -> None:
-        """Refuse a pinned graph; unlike other values, it has no meaning on a CPU."""
-        self.possible("graph", graph)
+        """Refuse a pinned graph; unlike other values, it has no meaning on a CPU or for several processes."""
         if graph and (self.world_size > 1 or self.hardware.kind == "cpu"):
             raise ConfigError(f"plan.graph {graph} is not possible: {ONE_GPU}; leave it out")
 
-    def supported(self, precision: str) -> None:
+    def supported(self) -> None:
         """Refuse a pinned precision that the GPU lacks."""
-        has, needs = self.hardware.compute_capability, NEEDED_CAPABILITY.get(precision, ())
+        precision, has = self.recipe.plan.precision, self.hardware.compute_capability
+        needs = NEEDED_CAPABILITY.get(precision or "", ())
         if self.hardware.kind == "cuda" and has < needs:
             raise MachineError(
                 f"plan.precision {precision} needs compute capability {_dotted(needs)}, {self.hardware.title}"
@@ -277,7 +276,7 @@ class _Decider:
         budget = MEMORY_SHARE * self.hardware.memory_bytes
         fitting = [way for way in ways if self._memory(*way).total <= budget]
         if not fitting:
-            self._refuse(ways[-1] if not pins["micro_batch"] else ways[0])
+            self._refuse(min(ways, key=lambda way: self._memory(*way).total))
         wide = [way for way in fitting if way[0] * seq_len >= THIN_PASS_TOKENS or way[0] == share]
         best = wide[0] if wide else max(fitting, key=lambda way: way[0])
         if self.outside.prefer == "memory":
@@ -324,14 +323,7 @@ class _Decider:
         return size, Why(reason=f"{set_} in the environment", source="environment")
 
     def _explain(self, best: tuple[int, str, int], pins: dict[str, Decision | None], share: int) -> None:
-        micro, recompute, chunks = best
-        if self.outside.prefer == "memory":
-            least = f"{self._memory(*best).total / 2**30:.1f} GiB, the least of passes that do not starve the device"
-            least = f"--prefer memory: predicted peak {least}"
-            for name, value in zip(pins, best, strict=True):
-                self.record(name, pins[name] or (value, Why(reason=least, source="user")))
-            return
-        self.record("micro_batch", pins["micro_batch"] or (micro, self._why_micro_batch(best, share)))
+        _, recompute, chunks = best
         kept = "activations fit, and recomputing them costs up to a third of the step"
         if self.recipe.feedback is not None:
             kept = "feedback alignment runs each block a second time and holds the activations of one"
@@ -341,10 +333,18 @@ class _Decider:
             "selective": traded + "cheap operations are redone",
             "full": traded + "every block is computed twice",
         }[recompute]
-        self.record("recompute", pins["recompute"] or _rule(recompute, cost))
         pieces = "logits in pieces: less memory, the head is computed twice"
-        why = "logits fit in one piece, which is fastest" if chunks == 1 else pieces
-        self.record("loss_chunks", pins["loss_chunks"] or _rule(chunks, why))
+        head = "logits fit in one piece, which is fastest" if chunks == 1 else pieces
+        why = [
+            self._why_micro_batch(best, share),
+            *(Why(reason=text, source="rule") for text in (cost, head)),
+        ]
+        if self.outside.prefer == "memory":
+            least = f"predicted peak {self._memory(*best).total / 2**30:.1f} GiB"
+            least = f"--prefer memory: {least}, the least of passes that do not starve the device"
+            why = [Why(reason=least, source="user")] * 3
+        for (name, pin), value, reason in zip(pins.items(), best, why, strict=True):
+            self.record(name, pin or (value, reason))
 
     def _why_micro_batch(self, best: tuple[int, str, int], share: int) -> Why:
         micro, seq_len, profile = best[0], longest_row(self.recipe), self.outside.profile

@@ -129,7 +129,9 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def check_vacant(folder: Path, what: str) -> None:
-    """Refuse a folder that is not empty: the files would mix."""
+    """Refuse a folder that is not empty, as the files would mix, and the one that the program was started in."""
+    if folder.exists() and folder.samefile(os.curdir):  # which may have been removed: it has no name then
+        raise StorageError(f"{what} needs a new folder, but {folder} is the one you are in: name another")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StorageError(f"{what} needs a new folder, but {folder} exists: remove it or choose another")
 
