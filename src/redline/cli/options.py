@@ -59,6 +59,7 @@ def name_of(options: argparse.Namespace, recipe: Recipe) -> str:
 
 
 def run_of(options: argparse.Namespace, recipe: Recipe) -> Path:
+    """The run folder, which belongs to one recipe."""
     given: Path | None = options.run
     return given or Path("runs") / name_of(options, recipe).replace("/", "-")
 

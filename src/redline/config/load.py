@@ -63,6 +63,7 @@ def tables_of(workload: str) -> tuple[str, ...]:
 
 
 def from_toml(text: str, where: str) -> Recipe:
+    """Read back what `to_toml` wrote."""
     return _from_table(parse(text, where), where)
 
 
@@ -111,6 +112,7 @@ def _find(name: str) -> Path:
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
+    """TOML as tables."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
+    """The questions that are sampled."""
+
     name: str
     """A task's name (`redline tasks`), or your own file and its function: my_task.py:make."""
     data: str | None = None

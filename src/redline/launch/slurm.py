@@ -26,6 +26,7 @@ LEAD_S = 300
 
 
 def script(job: Job) -> str:
+    """The batch script."""
     if not re.fullmatch(r"[\w./+=-]+", str(job.run)):
         raise ConfigError(f"a SLURM script takes no blanks or quotes in --run, got {str(job.run)!r}")
     cases = "\n".join(

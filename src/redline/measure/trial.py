@@ -44,6 +44,8 @@ KILLED = f"killed by signal {signal.SIGKILL.value}"
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
+    """How long an arm is measured."""
+
     blocks: int = FEWEST_BLOCKS
     block_s: float = 0.5
     """A block holds as many whole steps as fill this time, at least one."""
@@ -57,6 +59,8 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
+    """A subject and its setting."""
+
     subject: str
     """Its class, as `module:name`; child.py says what it must offer."""
     setting: dict[str, Any]
@@ -119,6 +123,8 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
+    """A trial and what it is compared with."""
+
     before: Measurement
     after: Measurement
     paired: bool

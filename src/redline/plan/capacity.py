@@ -53,12 +53,15 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
+    """A recipe on a number of GPUs."""
+
     gpus: int
     problem: str = ""
     """Why it cannot run on so many GPUs; then nothing else is known."""
     layout: str = ""
     memory_bytes: int = 0
     compute_s: float = 0.0
+    """Compute time of the update."""
     communication_s: float = 0.0
     received_bytes: int = 0
     parts_s: dict[str, float] = field(default_factory=dict)

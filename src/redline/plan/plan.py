@@ -95,9 +95,11 @@ class Plan:
     world_size: int
     precision: Precision
     micro_batch: int
+    """Sequences or examples in one pass on one process."""
     accumulation: int
     compile: Compile
     graph: bool
+    """The whole update as one CUDA graph."""
     recompute: Recompute
     attention: Attention
     cross_entropy: CrossEntropy
@@ -149,6 +151,7 @@ def load(path: Path) -> Plan:
 
 
 def from_json(table: Any, where: str) -> Plan:
+    """The plan that `to_json` wrote."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: not a plan: a table is needed, got {type(table).__name__}")
     values, why = dict(table), {}
