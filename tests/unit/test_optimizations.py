@@ -6,10 +6,8 @@ import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
 import pytest
-from proofs import PROOFS
 
 from redline.cli.main import main
 from redline.config.load import from_toml, load_recipe, shipped, to_toml
@@ -48,14 +46,6 @@ KNOWN = {
     "generate": {f.name for f in fields(GenerationSwitches)},
     "finetune": {*PLANNED, "tf32", "padded"},
 }
-
-
-def choices(name: str) -> tuple[Any, ...]:
-    """What a plan value may be; empty: any whole number from 1."""
-    if name == "allocator":
-        return ("", "expandable_segments:True")
-    hints = get_type_hints(GenerationSwitches) | get_type_hints(Plan) | {"tf32": bool, "padded": bool}
-    return (False, True) if hints[name] is bool else get_args(hints[name])
 
 
 def test_every_entry_has_a_source_for_what_it_claims() -> None:
@@ -99,7 +89,7 @@ def test_the_ends_of_a_switch_and_what_the_tuner_tries_are_values_of_the_table(e
     for name in entry.on:
         ends = [entry.off[name], entry.on[name]]
         ends += [end for attempt in entry.tries for end in (attempt.origin, attempt.to) if end != "twice"]
-        allowed = choices(name)
+        allowed = VALUES[name].choices
         assert all(end is None or (end in allowed if allowed else end >= 1) for end in ends), name
     for attempt in entry.tries:
         assert len(entry.on) == 1, "an attempt is at one value"
@@ -118,8 +108,11 @@ def test_a_cause_is_mended_by_one_entry() -> None:
 def test_every_plan_value_is_in_the_table() -> None:
     assert set(PLANNED) <= set(VALUES)
     assert set(VALUES) == set().union(*KNOWN.values())
-    for name, value in VALUES.items():
-        assert set(value.needs) <= set(choices(name)), name
+    hints = inspect.get_annotations(Plan)
+    for name in PLANNED:
+        allowed = getattr(hints[name], "__args__", None)
+        assert VALUES[name].choices == allowed or (allowed is None and name != "precision"), name
+        assert set(VALUES[name].needs) <= set(VALUES[name].choices), name
 
 
 def test_the_effect_of_a_change_is_the_strongest_of_its_values() -> None:
@@ -248,9 +241,9 @@ def document() -> str:
         tables.append((family.capitalize(), columns, rows))
     values = [
         (
-            f"`{name}`", ", ".join(map(value_words, choices(name))) or "a whole number", value.effect,
+            f"`{name}`", ", ".join(map(value_words, value.choices)) or "a whole number", value.effect,
             ", ".join(f"`{entry.name}`" for entry in entries if name in entry.on) or "–",
-            ", ".join(PROOFS[name]) or "its speed",
+            ", ".join(value.proof) or "its speed",
         )
         for name, value in VALUES.items()
     ]  # fmt: skip

@@ -1,5 +1,5 @@
-"""The table of plan values: what each does to the numbers and what it needs. The planner, the tuner, the guard and
-`ablate` read it. Runs without torch.
+"""The table of plan values: what each may be, what it does to the numbers, what it needs, and how it is proved. The
+planner, the tuner, the guard, `ablate` and `verify` read it. Runs without torch.
 
     VALUES["precision"].effect                                 # "rounding"
     why_not("attention", "cudnn", recipe, hardware)            # None if it is possible, else the reason
@@ -11,9 +11,17 @@ a line here; a rule in planner.py says why it is picked.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from redline.config.recipe import Recipe
+from redline.config.recipe import (
+    Attention,
+    Compile,
+    CrossEntropy,
+    Precision,
+    Recipe,
+    Recompute,
+    UpdateKernels,
+)
 from redline.plan.plan import PLANNED, Hardware, Plan
 
 Effect = Literal["exact", "rounding"]
@@ -107,6 +115,10 @@ def _steady_update(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str 
 @dataclass(frozen=True, kw_only=True)
 class PlanValue:
     effect: Effect
+    choices: tuple[Any, ...] = ()
+    """Empty: any whole number from 1."""
+    proof: tuple[str, ...]
+    """The checks of `redline verify` that show it is in effect; empty: only its speed shows it."""
     shapes_memory: bool = False
     """Whether the memory of a pass depends on it."""
     lasting: bool = False
@@ -116,12 +128,14 @@ class PlanValue:
     """What some of the choices need."""
 
 
+_SWITCH = (False, True)
+_PRODUCTS = ("precision of matrix products", "TF32 state", "FP8 products")
 _TF32 = _capability(NEEDED_CAPABILITY["tf32"], "TF32")
 
 VALUES: dict[str, PlanValue] = {
     # ---- an update ----
     "precision": PlanValue(
-        effect="rounding", shapes_memory=True, lasting=True,
+        effect="rounding", choices=get_args(Precision), proof=_PRODUCTS, shapes_memory=True, lasting=True,
         needs={
             "tf32": (_TF32,),
             "bf16": (_capability(NEEDED_CAPABILITY["bf16"], "bf16 at full rate"),),
@@ -129,12 +143,18 @@ VALUES: dict[str, PlanValue] = {
             "fp8": (_sides, _capability(NEEDED_CAPABILITY["fp8"], "FP8")),
         },
     ),
-    "micro_batch": PlanValue(effect="exact"),
-    "accumulation": PlanValue(effect="exact"),
-    "compile": PlanValue(effect="rounding", shapes_memory=True, lasting=True),
-    "recompute": PlanValue(effect="exact", shapes_memory=True),
+    "micro_batch": PlanValue(effect="exact", proof=("passes of an update",)),
+    "accumulation": PlanValue(effect="exact", proof=("passes of an update",)),
+    "compile": PlanValue(
+        effect="rounding", choices=get_args(Compile), proof=("compilation", "no recompilation"),
+        shapes_memory=True, lasting=True,
+    ),
+    "recompute": PlanValue(
+        effect="exact", choices=get_args(Recompute), proof=("recomputation",), shapes_memory=True
+    ),
     "attention": PlanValue(
-        effect="rounding", shapes_memory=True, lasting=True,
+        effect="rounding", choices=get_args(Attention), proof=("attention kernel",), shapes_memory=True,
+        lasting=True,
         needs={
             "efficient": (needs_softmax,),
             "math": (needs_softmax,),
@@ -143,30 +163,38 @@ VALUES: dict[str, PlanValue] = {
         },
     ),
     "cross_entropy": PlanValue(
-        effect="rounding", shapes_memory=True,
+        effect="rounding", choices=get_args(CrossEntropy), proof=("cross entropy",), shapes_memory=True,
         needs={
             "fused": (_half, needs_cuda),
             "fp8": (_brain_float, _head_sides, _capability(NEEDED_CAPABILITY["fp8"], "an FP8 head")),
         },
     ),
-    "update": PlanValue(effect="rounding"),
-    "loss_chunks": PlanValue(effect="exact", shapes_memory=True),
-    "loader_threads": PlanValue(effect="exact"),
-    "prefetch": PlanValue(effect="exact"),
-    "allocator": PlanValue(effect="exact", lasting=True, needs={"expandable_segments:True": (needs_cuda,)}),
-    "shards": PlanValue(effect="exact", shapes_memory=True),
+    "update": PlanValue(effect="rounding", choices=get_args(UpdateKernels), proof=("optimiser kernels",)),
+    "loss_chunks": PlanValue(effect="exact", proof=("pieces of the loss",), shapes_memory=True),
+    "loader_threads": PlanValue(effect="exact", proof=("loader ahead of the step",)),
+    "prefetch": PlanValue(effect="exact", proof=("loader ahead of the step",)),
+    "allocator": PlanValue(
+        effect="exact", choices=("", "expandable_segments:True"), proof=("allocator",), lasting=True,
+        needs={"expandable_segments:True": (needs_cuda,)},
+    ),
+    "shards": PlanValue(effect="exact", proof=(), shapes_memory=True),
     # ---- an update of fine-tuning ----
-    "tf32": PlanValue(effect="rounding", lasting=True, needs={True: (_TF32,)}),
-    "padded": PlanValue(effect="rounding"),
-    "graph": PlanValue(effect="exact", needs={True: (_steady_shapes, _steady_update, needs_cuda, _unscaled)}),
+    "tf32": PlanValue(effect="rounding", choices=_SWITCH, proof=(), lasting=True, needs={True: (_TF32,)}),
+    "padded": PlanValue(effect="rounding", choices=_SWITCH, proof=("loss and gradients",)),
+    "graph": PlanValue(
+        effect="exact", choices=_SWITCH, proof=("CUDA graph of the update",),
+        needs={True: (_steady_shapes, _steady_update, needs_cuda, _unscaled)},
+    ),
     # ---- generation ----
-    "slots": PlanValue(effect="rounding"),
-    "cached": PlanValue(effect="rounding"),
-    "merged": PlanValue(effect="rounding"),
-    "refilled": PlanValue(effect="rounding"),
-    "shared": PlanValue(effect="rounding"),
-    "graphs": PlanValue(effect="exact", needs={True: (needs_cuda,)}),
-    "clear_cache": PlanValue(effect="exact"),
+    "slots": PlanValue(effect="rounding", proof=()),
+    "cached": PlanValue(effect="rounding", choices=_SWITCH, proof=("log-probabilities of the engine",)),
+    "merged": PlanValue(effect="rounding", choices=_SWITCH, proof=()),
+    "refilled": PlanValue(effect="rounding", choices=_SWITCH, proof=()),
+    "shared": PlanValue(effect="rounding", choices=_SWITCH, proof=()),
+    "graphs": PlanValue(
+        effect="exact", choices=_SWITCH, proof=("CUDA graphs of generation",), needs={True: (needs_cuda,)}
+    ),
+    "clear_cache": PlanValue(effect="exact", choices=_SWITCH, proof=()),
 }  # fmt: skip
 
 

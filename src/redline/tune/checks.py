@@ -2,7 +2,7 @@
 
     [check(case) for check in CHECKS]          # verify.py makes the case
 
-docs/optimizations.md says which of these checks proves which value. A check concerns every workload, or says why not.
+plan/values.py says which of these checks proves which value. A check concerns every workload, or says why not.
 """
 
 import math
