@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="torch for CPUs comes without Triton; `make kernels` brings it")
 
-from redline.config.recipe import IGNORED, LoraConfig, ModelConfig
+from redline.config.recipe import IGNORED, CrossEntropy, LoraConfig, ModelConfig
 from redline.model import cross_entropy, kernels, transformer
 from redline.model.attention import heads
 from redline.model.attention.softmax import rope_table, rotate
@@ -141,10 +141,13 @@ def loss() -> tuple[list[Tensor], list[Tensor]]:
     results: tuple[list[Tensor], list[Tensor]] = ([], [])
     for candidates in (None, some, many):
         x, weight, out = torch.randn(8, 16), torch.randn(5000, 16), torch.randn(8)
-        for how, found in zip(("fused", "torch"), results, strict=True):
-            inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-            losses = linear_cross_entropy(*inputs, targets, how=how, reduction="none", candidates=candidates)
-            found += [losses, *torch.autograd.grad(losses, inputs, out)]
+        ways: tuple[CrossEntropy, ...] = ("fused", "torch")
+        for how, found in zip(ways, results, strict=True):
+            x_ND, weight_VD = (part.clone().requires_grad_() for part in (x, weight))
+            losses = linear_cross_entropy(
+                x_ND, weight_VD, targets, how=how, reduction="none", candidates=candidates
+            )
+            found += [losses, *torch.autograd.grad(losses, [x_ND, weight_VD], out)]
     return results
 
 
