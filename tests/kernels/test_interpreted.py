@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton", reason="torch for CPUs comes without Triton; `make kernels` brings it")
+
+from pretended_gpu import let_loops_run
 
 from redline.config.recipe import IGNORED, CrossEntropy, LoraConfig, ModelConfig
 from redline.model import cross_entropy, kernels, transformer
@@ -182,19 +183,6 @@ def model() -> tuple[list[Tensor], list[Tensor]]:
                 found += [loss, *torch.autograd.grad(loss, learned)]
     assert "torch._dynamo" not in sys.modules, "a second of every start"
     return results
-
-
-def let_loops_run() -> None:
-    """Triton 3.6's interpreter takes `int` of an array of one element, which numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    plain = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        plain(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch
 
 
 if __name__ == "__main__":
