@@ -2,7 +2,7 @@
 # make test      set up .venv and run every check and the tests (what CI runs)
 # make slow      the tests that take longest
 # make check     format, lint, types, import contracts
-# make kernels   compile every Triton kernel for Hopper and Ampere, on a machine without a GPU
+# make kernels   compile every Triton kernel for Hopper and Ampere, and run updates and decode steps on a pretended GPU
 # make fuzz      attack every reader with random input for some minutes
 # make numerics  the tests of numerics on six instruction sets, as other CPUs would run them
 # make timing    the tests that watch a real clock; wants a quiet machine

@@ -3,6 +3,7 @@ against the batch."""
 
 import random
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -178,6 +179,9 @@ class Count:
         return [self.decode(ids) for ids in texts]
 
 
+COUNT: Any = Count()
+
+
 def requests(
     vocab: int, *, temperature: float, prompts: int = 20, samples: int = 3, new: int = 48
 ) -> list[Request]:
@@ -201,9 +205,7 @@ def requests(
 def generated(
     model: Transformer, asked: list[Request], slots: int, *, goes_on: bool = True, **options
 ) -> dict[tuple[int, int], tuple[int, ...]]:
-    with LocalEngine(
-        model, Count(), slots=slots, max_prompt_tokens=60, max_new_tokens=48, **options
-    ) as engine:
+    with LocalEngine(model, COUNT, slots=slots, max_prompt_tokens=60, max_new_tokens=48, **options) as engine:
         engine.decoder.goes_on &= goes_on
         return {(c.request.tag, c.sample): c.tokens for c in engine.run(asked)}
 
@@ -242,7 +244,7 @@ def test_weights_that_change_while_a_step_is_under_way_are_those_of_the_next_run
     asked = requests(SMOL.vocab_size, temperature=1.0, prompts=30, samples=5)
     want = generated(other, asked, 64, reproducible=True)
     with LocalEngine(
-        model, Count(), slots=64, max_prompt_tokens=60, max_new_tokens=48, reproducible=True
+        model, COUNT, slots=64, max_prompt_tokens=60, max_new_tokens=48, reproducible=True
     ) as engine:
         for _ in zip(engine.run(asked), range(8), strict=False):
             pass
@@ -255,7 +257,7 @@ def test_log_probabilities_in_bf16_are_those_of_the_training_forward():
     """The stated tolerance: 0.02 nats on average, 0.2 at most, for a model of this depth."""
     model = build_model(SMOL, device=DEVICE, seed=0)
     model.compute_dtype = torch.bfloat16
-    with LocalEngine(model, Count(), slots=64, max_prompt_tokens=60, max_new_tokens=48) as engine:
+    with LocalEngine(model, COUNT, slots=64, max_prompt_tokens=60, max_new_tokens=48) as engine:
         gaps = []
         for c in engine.run(requests(SMOL.vocab_size, temperature=1.0)):
             ids = torch.tensor([[*c.request.prompt, *c.tokens]], device=DEVICE)

@@ -45,7 +45,8 @@ def test_kernels_equal_double_precision(T: int, heads: int, kv_heads: int, C: in
     mine = [x.detach().requires_grad_() for x in qkv]
     exact = [x.detach().double().requires_grad_() for x in qkv]
     found, _ = favor_kernels.attend(*mine, w)
-    expected, _ = favor.chunked(*exact, w.double())
+    q, k, v = exact
+    expected, _ = favor.chunked(q, k, v, w.double())
     assert_close(found.flatten(2).double(), expected, close=BF16)
     grad = torch.randn_like(expected)
     pairs = zip(

@@ -38,7 +38,7 @@ def test_values_and_gradients_equal_the_reference(dtype: torch.dtype, width: int
     with patch.object(Tensor, "float", Tensor.double):
         *qk, v = given[0].split([q_heads, kv_heads, kv_heads], dim=1)
         normed = (F.rms_norm(x, (width,), w, 1e-5) for x, w in zip(qk, given[1:], strict=True))
-        angles = tuple(part.double() for part in table)
+        angles = table[0].double(), table[1].double()
         theirs = (*(rotate(x.unflatten(0, (3, T)), angles).flatten(0, 1) for x in normed), v)
     expected = [*theirs, *torch.autograd.grad(theirs, given, [x.double() for x in out])]
     # one rounding to the dtype; sums over 231 tokens and 6 heads in fp32 for the weights
@@ -100,7 +100,7 @@ def test_a_model_learns_the_same_with_them(compiled: bool) -> None:
             torch._dynamo.reset()
             for block in model.blocks:
                 block.compile(fullgraph=True)
-        theirs = [
+        theirs: list[Any] = [
             patch.object(softmax, "by_kernel", lambda *_: None),
             patch.object(transformer, "eager_on_gpu", lambda _: False),
         ]

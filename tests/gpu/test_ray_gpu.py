@@ -1,5 +1,7 @@
 """A worker on Ray with a GPU writes what the local engine writes there, before and after new adapters are published."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ def test_a_worker_with_a_gpu_is_the_local_engine():
     add_lora(model, LoraConfig(rank=4, alpha=8), seed=0)
     warm = Sampling(max_new_tokens=32, temperature=1.0)
     asked = [Request(prompt=(n, 6, 7), sampling=warm, samples=8, seed=n, tag=n) for n in range(20)]
-    room = {"slots": 64, "max_prompt_tokens": 8, "max_new_tokens": 32, "reproducible": True}
+    room: dict[str, Any] = {"slots": 64, "max_prompt_tokens": 8, "max_new_tokens": 32, "reproducible": True}
 
     def named(completions):
         return {(one.request.tag, one.sample): (one.tokens, one.logprobs) for one in completions}

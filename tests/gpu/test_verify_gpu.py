@@ -15,7 +15,8 @@ from redline.plan.planner import make_plan
 from redline.train import execution
 from redline.train.objective import Eager
 from redline.train.restore import with_shape
-from redline.tune.verify import Check, verify
+from redline.tune.evidence import Check
+from redline.tune.verify import verify
 
 SHAPE = ["model.num_layers=2", "model.hidden_size=256", "model.num_heads=4", "model.ffn_size=512", "model.context_length=256",
          "data.seq_len=256", "train.batch_size=8", "model.vocab_size=1024", "plan.graph=false"]  # fmt: skip

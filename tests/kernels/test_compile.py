@@ -107,9 +107,14 @@ def launch_rotation() -> None:
 
 
 def launch_decode_attention() -> None:
-    """Few rows and many, which take other blocks; a head whose width is no power of two."""
+    """Few rows and many, which take other blocks; a head whose width is no power of two; heads so wide that few rows take
+    the small blocks too; many heads that share one key."""
     learned = replace(CONFIG, positions="learned", head_dim=80)
-    for config, rows, dtype in ((CONFIG, 1, HALF), (learned, 64, torch.float32)):
+    wide = replace(CONFIG, num_heads=2, num_kv_heads=2, head_dim=256)
+    many = replace(CONFIG, num_heads=64, num_kv_heads=1, head_dim=128)
+    for config, rows, dtype in (
+        (CONFIG, 1, HALF), (learned, 64, torch.float32), (wide, 1, torch.float32), (many, 1, HALF)
+    ):  # fmt: skip
         cache = KeysAndValues(config, rope_of(config), ROOM, device=CPU, dtype=dtype)
         heads, C = config.num_heads + 2 * config.kv_heads, config.head_size
         cache_kernels.store_prompt(cache, 0, empty(1, 8, heads, C, dtype=dtype), integers(1), integers(1))
@@ -159,6 +164,7 @@ def compile_all(capability: int) -> Compiled:
     with pytest.MonkeyPatch.context() as monkeypatch, compiling(capability) as compiled:
         for module in (choice, one_row, cache_kernels, kernels):
             monkeypatch.setattr(module, "overlap", lambda device: overlap)
+        monkeypatch.setattr(cache_kernels, "shared_bytes", lambda device: SHARED_BYTES[capability])
         for launch in LAUNCHES[capability]:
             launch()
     return compiled
@@ -233,3 +239,15 @@ def test_short_attention_takes_no_more_than_it_says(compiled: dict[int, Compiled
             assert kernel.metadata.shared <= short.backward_bytes(sizes["L"], sizes["C"]), (function, sizes)
             seen += 1
     assert seen == 2 * 4 * len(LAUNCHES)
+
+
+def test_decode_attention_takes_no_more_than_it_says(compiled: dict[int, Compiled]) -> None:
+    """A GPU that has less (an RTX 5090 has 99 KiB) takes small blocks."""
+    seen = 0
+    for kernel in compiled[90].kernels:
+        function = kernel.src.fn
+        sizes = {function.arg_names[at]: value for (at,), value in kernel.src.constants.items()}
+        if function is cache_kernels._attend and sizes["BLOCK"] == cache_kernels.LARGE:
+            assert kernel.metadata.shared <= cache_kernels.large_bytes(sizes, HALF), sizes
+            seen += 1
+    assert seen == 2

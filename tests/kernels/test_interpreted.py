@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="torch for CPUs comes without Triton; `make kernels` brings it")
 
-from redline.config.recipe import IGNORED, LoraConfig, ModelConfig
+from pretended_gpu import let_loops_run
+
+from redline.config.recipe import IGNORED, CrossEntropy, LoraConfig, ModelConfig
 from redline.model import cross_entropy, kernels, transformer
 from redline.model.attention import heads
 from redline.model.attention.softmax import rope_table, rotate
@@ -141,10 +142,13 @@ def loss() -> tuple[list[Tensor], list[Tensor]]:
     results: tuple[list[Tensor], list[Tensor]] = ([], [])
     for candidates in (None, some, many):
         x, weight, out = torch.randn(8, 16), torch.randn(5000, 16), torch.randn(8)
-        for how, found in zip(("fused", "torch"), results, strict=True):
-            inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-            losses = linear_cross_entropy(*inputs, targets, how=how, reduction="none", candidates=candidates)
-            found += [losses, *torch.autograd.grad(losses, inputs, out)]
+        ways: tuple[CrossEntropy, ...] = ("fused", "torch")
+        for how, found in zip(ways, results, strict=True):
+            x_ND, weight_VD = (part.clone().requires_grad_() for part in (x, weight))
+            losses = linear_cross_entropy(
+                x_ND, weight_VD, targets, how=how, reduction="none", candidates=candidates
+            )
+            found += [losses, *torch.autograd.grad(losses, [x_ND, weight_VD], out)]
     return results
 
 
@@ -179,19 +183,6 @@ def model() -> tuple[list[Tensor], list[Tensor]]:
                 found += [loss, *torch.autograd.grad(loss, learned)]
     assert "torch._dynamo" not in sys.modules, "a second of every start"
     return results
-
-
-def let_loops_run() -> None:
-    """Triton 3.6's interpreter takes `int` of an array of one element, which numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    plain = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        plain(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch
 
 
 if __name__ == "__main__":

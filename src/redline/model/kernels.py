@@ -33,6 +33,13 @@ def overlap(device: torch.device) -> dict[str, bool]:
     return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """The shared memory that a program can have."""
+    found: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return found
+
+
 def add_rms_norm(x: Tensor, y: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
     """Add y to x in place (None: nothing), and return x normalised. The weight is read while the kernel before may still
     run (`overlap`): that kernel must not write it."""

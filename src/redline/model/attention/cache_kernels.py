@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from redline.model.attention.state import Rows
-from redline.model.kernels import overlap
+from redline.model.kernels import overlap, shared_bytes
 
 if TYPE_CHECKING:
     from redline.model.attention.cache import KeysAndValues
@@ -78,24 +78,36 @@ def attend(cache: "KeysAndValues", layer: int, qkv_BHC: Tensor, rows: Rows) -> T
     out = torch.empty((B, q_heads * width), dtype=qkv_BHC.dtype, device=qkv_BHC.device)
     cos, sin = cache.rope or (qkv_BHC, qkv_BHC)
     overlapping = overlap(qkv_BHC.device)
+    sizes = {
+        "C": width,
+        "CP": max(16, triton.next_power_of_2(width)),
+        "GROUP": max(16, triton.next_power_of_2(q_heads // kv_heads)),
+    }
     few = overlapping["OVERLAP"] and B * kv_heads <= FEW_PROGRAMS
-    block, warps, stages = (128, 4, 2) if few else (16, 1, 3)
+    few = few and large_bytes(sizes, qkv_BHC.dtype) <= shared_bytes(qkv_BHC.device)
+    block, warps, stages = (LARGE, 4, 2) if few else (16, 1, 3)
     _attend[(B, kv_heads)](
         qkv_BHC, out, *cache.prompt_kv[layer], *cache.kv[layer], *rows, cos, sin,
         width**-0.5 * 1.4426950408889634,  # exp2 is the fast one
         cache.prompt_kv.shape[4], cache.kv.shape[4],
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, C=width, CP=max(16, triton.next_power_of_2(width)),
-        GROUP=max(16, triton.next_power_of_2(q_heads // kv_heads)), BLOCK=block,
-        ROPE=cache.rope is not None, num_warps=warps, num_stages=stages,
-        **(overlapping if few else {"OVERLAP": False}),
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, BLOCK=block, ROPE=cache.rope is not None,
+        num_warps=warps, num_stages=stages, **sizes, **(overlapping if few else {"OVERLAP": False}),
     )  # fmt: skip
     return out
 
 
-FEW_PROGRAMS = 160
+FEW_PROGRAMS, LARGE = 160, 128
 """A program is a row and a key/value head. On an H200, 96 + 128 positions: 1 row of 5 heads 3.6 us with blocks of 128,
 four warps and overlap, 6.7 with blocks of 16 and one warp; 32 rows 6.7 and 9.0; 128 rows 14.3 and 11.9. GPUs before
-Hopper keep the small blocks: some lack the shared memory for large ones."""
+Hopper keep the small blocks."""
+
+
+def large_bytes(sizes: dict[str, int], dtype: torch.dtype) -> int:
+    """Shared memory that a program with large blocks takes at most (tests/kernels compiles it)."""
+    blocks = (
+        2 if sizes["GROUP"] < 64 else 4
+    )  # from 64 rows on, Hopper fetches keys and values one block ahead
+    return (blocks * LARGE * sizes["CP"] + 2 * sizes["GROUP"] * (LARGE + sizes["CP"])) * dtype.itemsize
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redline.model.kernels import shared_bytes
 from redline.plan.arithmetic import SHORT_ROW
 
 try:
@@ -34,8 +35,7 @@ def fits(device: torch.device, *, longest: int, head_size: int) -> bool:
     """Whether the kernel takes sequences of this length on this GPU."""
     if triton is None or longest > SHORT_ROW or head_size not in WIDTHS:
         return False
-    shared_bytes: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return backward_bytes(_block(longest), head_size) <= shared_bytes
+    return backward_bytes(_block(longest), head_size) <= shared_bytes(device)
 
 
 def backward_bytes(L: int, C: int) -> int:
