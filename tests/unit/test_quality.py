@@ -223,6 +223,10 @@ def test_a_recipe_that_ends_by_the_clock_is_compared_over_the_same_updates(tmp_p
     """Of 100 s at 2 updates/s it warms up for 40 of 200 updates, whatever its 5,000 steps say: in 30 s, 12 of 60; its
     momentum and its ramp of the length likewise. Against another training it keeps a clock, of 30 s."""
     ramps = ["train.warmup_steps=40", "train.muon_warmup_steps=50", "train.length_ramp_steps=60"]
+    ramps += [
+        "train.target_loss=3.5",
+        "train.early_stop_evals=2",
+    ]  # either would end both arms at the same loss
     recipe = load_recipe("nano", ["train.steps=5000", *ramps, f"train.max_hours={100 / 3600!r}"])
     seen = list[Any]()
 
@@ -237,6 +241,7 @@ def test_a_recipe_that_ends_by_the_clock_is_compared_over_the_same_updates(tmp_p
     ends = [(t.steps, t.warmup_steps, t.muon_warmup_steps, t.length_ramp_steps, t.max_hours) for t in seen]
     assert set(ends[:2]) == {(60, 12, 15, 18, None)}
     assert set(ends[2:]) == {(5000, 12, 15, 18, 30 / 3600)}
+    assert [(t.target_loss, t.early_stop_evals) for t in seen[1:3]] == [(None, 0), (None, 2)]
 
 
 def test_a_recipe_without_a_training_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,10 @@ import pytest
 from redline.cli.main import main
 from redline.config.load import load_recipe, to_toml
 from redline.errors import ConfigError, MachineError, StorageError
-from redline.machine.facts import read_facts
+from redline.machine.facts import GpuFacts, read_facts
 from redline.measure.statistics import difference
+from redline.tune import gate
+from redline.tune.gate import recorded, slower_than
 from redline.tune.race import (
     Arm,
     Lane,
@@ -24,9 +26,7 @@ from redline.tune.race import (
     ladder,
     race,
     reached,
-    recorded,
     rows,
-    slower_than,
     standing,
     train_in_process,
 )
@@ -219,11 +219,38 @@ def test_the_ladder_has_what_every_lane_reached_at_the_end() -> None:
     assert ladder([replace(lanes[0], curves=())]) == ()
 
 
-def test_the_target_of_a_race_is_on_its_ladder(tmp_path: Path) -> None:
+def test_the_ladder_of_a_race_ends_at_its_target(tmp_path: Path) -> None:
+    """Its runs end there; how far below it their last validations lie is chance."""
     arm = Arm("fast", load_recipe("nano", [*EVERY, "train.target_loss=3.123"]))
     result = raced(tmp_path, Trainings(), arms=(arm,))
-    assert result.rungs.count(3.123) == 1
-    assert {row[0] for row in rows(result)} >= {"3.123", "2"}
+    assert (result.rungs[-1], result.rungs.count(3.123)) == (3.123, 1)
+    free = lane("free", (5.0, 2.0))
+    near, far = (replace(lane("a", (5.0, 3.0)), target=target) for target in (3.5, 4.0))
+    assert ladder([near, far])[-1] == 3.5
+    assert ladder([near, free])[-1] == 2.0
+
+
+def test_a_run_that_was_kept_from_other_hardware_or_data_is_refused(tmp_path: Path) -> None:
+    train = Trainings()
+    raced(tmp_path, train, seeds=1)
+    plan = tmp_path / "fast-seed-0" / "plan.json"
+    plan.write_text(json.dumps({"hardware": {"title": "another GPU"}}))
+    with pytest.raises(StorageError, match=r"different hardware \(another GPU and None\)"):
+        raced(tmp_path, train)
+    plan.unlink()
+    events = tmp_path / "slow-seed-0" / "events.jsonl"
+    events.write_text(events.read_text().replace('"data": "d"', '"data": "e"'))
+    with pytest.raises(StorageError, match=r"different tokens \(d and e\)"):
+        raced(tmp_path, train)
+
+
+def test_names_that_share_a_folder_are_refused(tmp_path: Path) -> None:
+    assert (
+        Arm("speedrun/45s@plan.compile=off", NANO).place(tmp_path, 1).name
+        == "speedrun-45s-plan.compile=off-seed-1"
+    )
+    with pytest.raises(ConfigError, match="are the same: a/b, a-b"):
+        raced(tmp_path, Trainings(), arms=(Arm("a/b", NANO), Arm("a-b", SLOW)))
 
 
 def test_a_gate_passes_the_same_times_and_names_what_became_slower(tmp_path: Path) -> None:
@@ -261,6 +288,42 @@ def test_a_gate_is_judged_at_the_target() -> None:
         Result(machine={}, data={}, seeds=2, rungs=(), lanes=(replace(found, target=target),)) for found in (low, high)
     )  # fmt: skip
     assert slower_than(now, then) == []
+
+
+def test_a_gate_is_not_judged_below_the_target_of_either() -> None:
+    """The record trained on to 3.0; this race ends at 4.0, which both reached after 20 s."""
+    then, now = lane("a", (5.0, 4.0, 3.0), (5.0, 4.0, 3.0)), lane("a", (5.0, 4.0), (5.0, 4.0))
+    both = [
+        Result(machine={}, data={}, seeds=2, rungs=(), lanes=(found,))
+        for found in (replace(now, target=4.0), then)
+    ]
+    assert slower_than(*both) == []
+    late = replace(lane("a", (5.0, 4.5, 4.0), (5.0, 4.5, 4.0)), target=4.0)
+    assert slower_than(replace(both[0], lanes=(late,)), both[1])[0].startswith(
+        "a takes 30.0 s to a loss of 4;"
+    )
+
+
+def test_a_gate_says_that_a_recipe_or_the_data_changed() -> None:
+    before = Result(machine={}, data={}, seeds=2, rungs=(), lanes=(lane("fast", (5.0, 4.0)),), tokens="d")
+    assert gate.changed([Arm("fast", NANO), Arm("new", NANO)], before) == ["fast"]
+    same = replace(before, lanes=(replace(before.lanes[0], fingerprint=NANO.fingerprint),))
+    assert gate.changed([Arm("fast", NANO)], same) == []
+    with pytest.raises(ConfigError, match="the data has changed"):
+        slower_than(replace(before, tokens="e"), before)
+
+
+def test_the_shipped_records_can_be_compared_with(tmp_path: Path) -> None:
+    """As a race on an H200 whose files have the names of then would do it."""
+    path = Path(__file__).parents[2] / "benchmarks" / "race-seeds_nvidia-h200_20261118.json"
+    found = json.loads(path.read_text())
+    recipe = load_recipe(
+        "speedrun/45s", [f"{key}={found['data'][key]}" for key in ("data.source", "data.tokenizer")]
+    )
+    here = replace(read_facts(), gpus=tuple(GpuFacts(**gpu) for gpu in found["machine"]["gpus"]))
+    before = recorded(path, [Arm("speedrun/45s", recipe)], here, 3)
+    assert "Wikipedia" in before.note
+    assert slower_than(before, before) == []
 
 
 def test_a_gate_stops_what_is_as_fast_at_first_and_ends_higher() -> None:
@@ -315,7 +378,7 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
     assert "M tokens 0.004" in shown, "a cell below its row has the name of its column"
     assert "[lowest, highest]; seconds since the\ncommand," in shown.replace(" \n", "\n"), "no word is broken"
     assert "nano: lowest losses 2.0000, 2.0000; start-up 8.0, 8.0 s\n" in shown
-    assert "nano-train.lr=1e-3: no run finished\n  a run failed: loss is nan at step 3\n" in shown
+    assert "nano@train.lr=1e-3: no run finished\n  a run failed: loss is nan at step 3\n" in shown
     assert (tmp_path / "a" / "report.html").exists()
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text(to_toml(NANO))
@@ -323,7 +386,7 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
     assert main(["race", long, *sets, "--seeds", "1", "--out", str(tmp_path / "long")]) == 0
     shown = capsys.readouterr().out
     assert "   2  recipe 1  1 of 1  48.0" in shown
-    assert "recipe 1, mine-train.lr=3e-3-train.batch_size=16: lowest losses 2.0000;" in shown
+    assert "recipe 1, mine@train.lr=3e-3@train.batch_size=16: lowest losses 2.0000;" in shown
     train.slower = 2.0
     record = str(tmp_path / "a" / "race.json")
     assert main([*command, str(tmp_path / "a"), "--against", record]) == 2, (
@@ -335,6 +398,34 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
     (slower,) = json.loads(found)["slower"]
     assert slower.startswith("nano takes 88.2 s to a loss of 2; recorded 48.2 s")
     assert told.endswith(f"slower than {record}: {slower}\n")
+
+
+@pytest.mark.parametrize("recipe", ["finetune", "rft/demo", "rl/demo"])
+def test_only_pretraining_races(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["race", recipe]) == 2
+    assert "a race needs pretrain recipes" in capsys.readouterr().err
+
+
+def test_a_target_is_taken_with_all_its_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, stand_in in (("race.train_in_process", Trainings()), ("ceilings_of", str), ("tokenise", str)):
+        monkeypatch.setattr(f"redline.cli.race.{name}", stand_in)
+    sets = [part for value in EVERY for part in ("--set", value)]
+    command = [
+        "race",
+        "nano",
+        *sets,
+        "--seeds",
+        "1",
+        "--target",
+        "3.1234567",
+        "--json",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["lanes"][0]["target"] == 3.1234567
 
 
 def test_the_interval_over_seeds_is_welchs() -> None:

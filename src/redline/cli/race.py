@@ -9,7 +9,6 @@ If it is killed, run the same command again: finished runs are kept. FOLDER/repo
 """
 
 import argparse
-import re
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from redline.record.units import DASH
 from redline.report.grid import Grid, Output
 from redline.report.page import write_page
 from redline.report.view import views
-from redline.tune import race
+from redline.tune import gate, race
 
 ARGUMENTS = """
 RECIPE...                  shipped recipes or .toml files; RECIPE@TABLE.KEY=VALUE is a variant of one
@@ -41,14 +40,16 @@ WIDEST_NAME = 30
 
 def run(options: argparse.Namespace) -> int:
     sets = list(options.set)
-    sets += [f"train.target_loss={options.target:g}"] if options.target else []
+    sets += [f"train.target_loss={options.target!r}"] if options.target else []
     sets += [f"train.max_hours={options.seconds / 3600!r}"] if options.seconds else []
     arms = [_arm(text, sets) for text in options.recipe]
     race.check(arms)
     facts, result_here = read_facts(), (options.out / race.RESULT).resolve()
     if options.against and options.against.resolve() == result_here:
         raise ConfigError(f"{options.against} is the file this race writes: give another --out")
-    before = race.recorded(options.against, arms, facts, options.seeds) if options.against else None
+    before = gate.recorded(options.against, arms, facts, options.seeds) if options.against else None
+    for name in gate.changed(arms, before) if before else ():
+        status(f"{name} has changed since {options.against} was made: this compares the recipes too")
     ceilings_of(facts)  # otherwise the first run's start-up would include measuring them
     tokenise(arms[0].recipe)
     result = race.race(
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     )
     if runs := [run for arm in arms if (run := arm.place(options.out, 0)).exists()]:
         write_page(views(runs), options.out / "report.html")
-    slower = race.slower_than(result, before) if before else []
+    slower = gate.slower_than(result, before) if before else []
     if options.json:
         print_json({**asdict(result), "slower": slower})
     else:
@@ -76,10 +77,9 @@ def _arm(text: str, sets: list[str]) -> race.Arm:
     if bad := [part for part in own if "=" not in part]:
         raise ConfigError(f"a variant is RECIPE@TABLE.KEY=VALUE, got {bad[0]!r} in {text!r}")
     recipe = load_recipe(name, [*sets, *own], say=status)
-    if not recipe.model.is_shaped:
+    if recipe.workload == "pretrain" and not recipe.model.is_shaped:
         raise ConfigError(f"{name}: a race needs the model's shape: give [model] in the recipe")
-    label = "@".join([name.removesuffix(".toml"), *own])
-    return race.Arm(re.sub(r"[^\w.=+-]+", "-", label).strip("-."), recipe)
+    return race.Arm("@".join([name.removesuffix(".toml"), *own]), recipe)
 
 
 def _print(result: race.Result, folder: Path) -> None:

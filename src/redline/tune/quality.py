@@ -152,7 +152,7 @@ class Judge:
         whole = max(1, int(min(train.steps, by_clock)))
         steps = max(1, min(whole, int(self.seconds * updates_per_s)))
         warm = {name: min(steps, math.ceil(getattr(train, name) * steps / whole)) for name in WARM_UPS}
-        return replace(recipe, train=replace(train, steps=steps, max_hours=None, **warm))
+        return replace(recipe, train=replace(train, steps=steps, max_hours=None, early_stop_evals=0, **warm))
 
     def _timed(self, recipe: Recipe, tokens_per_s: float) -> Recipe:
         """A run that ends after this time, and validates often enough to say when it reached a loss."""
@@ -164,8 +164,9 @@ class Judge:
         return replace(recipe, train=train)
 
     def _arm(self, recipe: Recipe, plan: Plan) -> Arm:
-        """Named by what it computes and how, so that no arm trains twice; the plan holds the pins."""
-        recipe = replace(recipe, plan=PlanPins())
+        """Named by what it computes and how, so that no arm trains twice; the plan holds the pins. Runs that end at a loss
+        would all end equal."""
+        recipe = replace(recipe, plan=PlanPins(), train=replace(recipe.train, target_loss=None))
         what = [to_toml(recipe), {name: getattr(plan, name) for name in PLANNED}]
         name = fingerprint_of(what)[:12]
         path = self.folder / f"{name}.plan.json"
