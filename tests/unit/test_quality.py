@@ -162,6 +162,18 @@ def test_an_arm_that_diverges_is_worse_and_one_without_a_reference_cannot_tell(t
     assert (row.kept, row.quality.verdict) == (False, "cannot tell")
 
 
+def test_runs_that_hold_nothing_out_cannot_tell(tmp_path: Path) -> None:
+    class Blind(Figures):
+        def __call__(self, recipe: Path, run: Path, plan: Path | None) -> str | None:
+            super().__call__(recipe, run, plan)
+            (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0, "elapsed_s": 1.0}\n')
+            return None
+
+    arms = [planned(load_recipe("nano"), micro_batch=size) for size in (8, 4)]
+    found = judge(tmp_path, Blind()).same_training(arms[0], arms[1], 1e4)
+    assert str(found).startswith("cannot tell: seed 0 before the change: the run held nothing out")
+
+
 def test_too_few_seeds_say_how_many_would_tell(tmp_path: Path) -> None:
     quality = Quality(
         figure="accuracy", verdict="cannot tell", before=(0.5, 0.6), after=(0.5, 0.5), worse_by=0.05,
@@ -195,6 +207,24 @@ def test_another_training_is_kept_if_it_reaches_the_loss_sooner(tmp_path: Path) 
     assert (tf32.kept, "same training" in tf32.numerics) == (True, True)
     assert rows["leave one out", "muon"].outcome == "ok"
     assert "another training" in rows["leave one out", "muon"].numerics
+
+
+def test_another_training_is_timed_by_the_speed_of_the_state_before_it(tmp_path: Path) -> None:
+    """128 x 1,024 tokens an update at 13.1072M tokens/s, twice the first state's: 10,000 updates in 100 s, so half of the
+    recipe's 20,000 and half of its warm-up of 2,000; and 20 validations."""
+    tokens, seen = 128 * 1024, list[Any]()
+
+    class Seen(Figures):
+        def __call__(self, recipe: Path, run: Path, plan: Path | None) -> str | None:
+            seen.append(load_recipe(str(recipe)).train)
+            return super().__call__(recipe, run, plan)
+
+    def answer(trial: Trial) -> Any:
+        return measured(0.01 if values(trial)["precision"] == "tf32" else 0.02, tokens=tokens)
+
+    rows = waterfall(tmp_path, judge(tmp_path / "q", Seen()), ("tf32", "muon"), answer)
+    assert rows["one by one", "tf32"].kept
+    assert {(t.warmup_steps, t.eval_every) for t in seen if t.max_hours == 100 / 3600} == {(1000, 500)}
 
 
 @pytest.mark.parametrize(

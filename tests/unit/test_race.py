@@ -13,7 +13,7 @@ import pytest
 
 from redline.cli.main import main
 from redline.config.load import load_recipe, to_toml
-from redline.errors import ConfigError, MachineError, StorageError
+from redline.errors import ConfigError, MachineError, StorageError, TrainingError
 from redline.machine.facts import GpuFacts, read_facts
 from redline.measure.statistics import difference
 from redline.tune import gate
@@ -398,6 +398,32 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
     (slower,) = json.loads(found)["slower"]
     assert slower.startswith("nano takes 88.2 s to a loss of 2; recorded 48.2 s")
     assert told.endswith(f"slower than {record}: {slower}\n")
+
+
+def test_a_process_that_crashed_is_a_run_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA error ends in a traceback; the other recipes of the night still race."""
+    (tmp_path / "recipe.toml").write_text(to_toml(NANO))
+    ended = {
+        1: ("Traceback ...\ntorch.AcceleratorError: CUDA error", "`redline train` ended with exit code 1: torch.AcceleratorError: CUDA error"),
+        -9: ("", "`redline train` ended with exit code -9: "),
+        2: ("plan ...\nredline: loss is nan at step 3", "loss is nan at step 3"),
+        0: ("redline: not an error", None),
+    }  # fmt: skip
+    for code, (told, why) in ended.items():
+        done = subprocess.CompletedProcess([], code, "", told)
+        monkeypatch.setattr("redline.tune.race.subprocess.run", lambda *_, done=done, **__: done)
+        assert train_in_process(tmp_path / "recipe.toml", tmp_path, None) == why
+
+
+def test_a_race_that_no_run_finished_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = Trainings()
+    train.fail = "nano"
+    for name, stand_in in (("race.train_in_process", train), ("ceilings_of", str), ("tokenise", str)):
+        monkeypatch.setattr(f"redline.cli.race.{name}", stand_in)
+    assert main(["race", "nano", "--out", str(tmp_path)]) == TrainingError.exit_code
+    assert capsys.readouterr().err.endswith("redline: no run of the race finished: loss is nan at step 3\n")
 
 
 @pytest.mark.parametrize("recipe", ["finetune", "rft/demo", "rl/demo"])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from redline.cli.options import ceilings_of, print_json, status, tokenise
 from redline.config.load import load_recipe
-from redline.errors import ConfigError
+from redline.errors import ConfigError, TrainingError
 from redline.machine.facts import read_facts
 from redline.record.units import DASH
 from redline.report.grid import Grid, Output
@@ -69,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
         _print(result, options.out)
     for why in slower:
         status(f"slower than {options.against}: {why}")
+    if not slower and not any(lane.curves for lane in result.lanes):
+        raise TrainingError(f"no run of the race finished: {result.lanes[0].failed[0]}")
     return 1 if slower else 0
 
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 from redline.config.load import to_toml
 from redline.config.recipe import PlanPins, Recipe, fingerprint_of
-from redline.errors import ConfigError, Say
+from redline.errors import Say
 from redline.machine.facts import MachineFacts
 from redline.measure.statistics import MarginVerdict, paired, pairs_to_tell, within
 from redline.plan.plan import PLANNED, Plan, save
@@ -34,6 +34,10 @@ VALIDATIONS = 20
 """Validations of a timed run whose recipe asks for none: a time to a loss lies between two of them."""
 WARM_UPS = ("warmup_steps", "muon_warmup_steps", "orthogonality_warmup_steps", "length_ramp_steps")
 """Numbers of initial updates that shrink with the run."""
+HELD_OUT_NOTHING = (
+    "the run held nothing out: give the recipe validation data (data.valid_fraction, for RFT test.rows, for RL"
+    " train.eval_every)"
+)
 Figure = Literal["loss", "accuracy", "seconds to the loss"]
 Trained = tuple[Recipe, Plan]
 
@@ -180,12 +184,8 @@ class Judge:
         if isinstance(found, str):
             return found
         self._forget_weights(arm)
-        if (value := final(found)) is None:
-            raise ConfigError(
-                f"{arm.recipe.name} holds nothing out, so there is no quality to compare: give it validation data"
-                " (data.valid_fraction, for RFT test.rows, for RL train.eval_every)"
-            )
-        return value
+        value = final(found)
+        return HELD_OUT_NOTHING if value is None else value
 
     def _forget_weights(self, arm: Arm) -> None:
         """Delete the checkpoints: gigabytes that nobody needs once a run has its figure."""

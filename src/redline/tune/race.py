@@ -228,12 +228,12 @@ def train_in_process(
     environment = {**os.environ, LAUNCHER: str(os.getpid())}
     with _told(run, progress):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    if not done.returncode:
+        return None
     last = (done.stderr.strip().splitlines() or [""])[-1]
-    if done.returncode and not last.startswith(ERROR):
-        raise MachineError(
-            f"`redline {' '.join(verb)} {recipe}` ended with exit code {done.returncode}: {last}"
-        )
-    return last.removeprefix(ERROR) if done.returncode else None
+    if last.startswith(ERROR):
+        return last.removeprefix(ERROR)
+    return f"`redline {' '.join(verb)}` ended with exit code {done.returncode}: {last}"
 
 
 @contextmanager
