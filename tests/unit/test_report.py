@@ -267,6 +267,18 @@ class TestComparison:
         (paths[1] / "recipe.toml").unlink()
         assert Comparable(read_runs(paths)).level == "no"
 
+    def test_one_recipe_on_data_that_changed_is_no_comparison_of_losses(self, tmp_path: Path) -> None:
+        paths = [write_run(tmp_path / name) for name in ("a", "b")]
+        for path, data in zip(paths, ("d", "e"), strict=True):
+            events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+            jsonl(
+                path / "events.jsonl",
+                [event | {"data": data} if event["event"] == "start" else event for event in events],
+            )
+        verdict = Comparable(read_runs(paths))
+        assert verdict.level == "speed only"
+        assert verdict.text.endswith("; they read different data")
+
     @pytest.mark.parametrize(("steps", "axis"), [(40, "step"), (50, "elapsed_s")])
     def test_a_page_of_different_trainings_opens_by_time(self, tmp_path: Path, steps: int, axis: str) -> None:
         runs = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=steps)])

@@ -87,7 +87,12 @@ def run(options: argparse.Namespace) -> None:
         print(f"written to {folder / 'ablation.json'}; `redline report {folder}` draws it")
     if left := sum(row.outcome == "not run" for row in rows):
         short = f"because {options.minutes:g} min were not enough"
-        status(f"not run: {left} of {len(rows)} rows, {short}; run the same command again to continue")
+        again = (
+            "run the same command again to continue"
+            if any(row.tokens_per_s for row in rows)
+            else "give more --minutes"
+        )
+        status(f"not run: {left} of {len(rows)} rows, {short}; {again}")
 
 
 def _where(options: argparse.Namespace, hardware: Hardware, facts: MachineFacts, recipe: Recipe) -> str:

@@ -38,7 +38,7 @@ from redline.tune.guard import guard, guard_logprobs
 from redline.tune.quality import Judge, Quality
 
 Stage = Literal["baseline", "one by one", "second try", "all", "leave one out"]
-OUT_OF_TIME = "out of time; run the same command again to continue"
+OUT_OF_TIME = "out of time; run the same command again, or with more --minutes if that gets no further"
 PUT_OFF = "not decided in its share of the time; run the same command again with more --minutes"
 BASELINE_BLOCKS = 2
 """Blocks of the first state alone: every comparison measures it again."""
