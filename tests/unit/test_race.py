@@ -19,10 +19,12 @@ from redline.measure.statistics import difference
 from redline.tune import gate
 from redline.tune.gate import recorded, slower_than
 from redline.tune.race import (
+    LONGEST_NAME,
     Arm,
     Lane,
     Point,
     Result,
+    ends_apart,
     ladder,
     race,
     reached,
@@ -166,6 +168,18 @@ def test_a_time_that_is_only_known_to_be_short_is_marked() -> None:
     assert (at_4(slow, fast)["fast"][3], at_4(slow, fast)["fast"][7]) == ("≤ 10.0", "≥ 2.00x [2.00, 2.00]")
     assert at_4(fast, slow)["slow"][7] == "≤ 0.50x [0.50, 0.50]"
     assert at_4(fast, replace(fast, name="too"))["too"][7] == "–"
+    one_seed = lane("some", (3.9, 3.0), (5.0, 4.0))
+    assert at_4(slow, one_seed)["some"][3] == "≤ 15.0 [10.0, 20.0]"
+    assert at_4(slow, lane("exact", (4.0,), (4.0,)))["exact"][3] == "10.0", "validated when it was there"
+
+
+def test_where_recipes_end_is_compared_over_the_seeds() -> None:
+    """By hand: means 3.2 and 3.05, variances 0.02 and 0.005 of two seeds each: an error of sqrt(0.0125), 1.47 degrees of
+    freedom, so t is 6.314 and half the interval 0.7059."""
+    base, other = lane("base", (5.0, 3.1), (5.0, 3.3)), lane("other", (5.0, 3.0), (5.0, 3.1))
+    assert ends_apart(base, other) == "-0.1500 [-0.8559, +0.5559]"
+    assert ends_apart(base, lane("one", (3.0,))) == "-0.2000 (one seed: no interval)"
+    assert ends_apart(base, replace(other, curves=())) == ""
 
 
 def test_a_speed_up_is_of_all_seeds() -> None:
@@ -202,6 +216,7 @@ def test_a_name_that_no_folder_can_have_is_cut_there_and_whole_in_the_result(tmp
     arms = tuple(Arm(name, NANO) for name in names)
     assert [lane.name for lane in raced(tmp_path, train, arms=arms).lanes] == names
     assert len(set(train.calls)) == 6
+    assert max(len(call.encode()) for call in train.calls) <= LONGEST_NAME + len("-seed-0")
     assert all(call.startswith(("nano-train.lr=1e-3-train.lr=1e-3", "éééé")) for call in train.calls)
     again = Trainings()
     raced(tmp_path, again, arms=arms)
@@ -386,6 +401,11 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
     assert main(["race", long, *sets, "--seeds", "1", "--out", str(tmp_path / "long")]) == 0
     shown = capsys.readouterr().out
     assert "   2  recipe 1  1 of 1  48.0" in shown
+    assert ", against the first" not in shown
+    train.fail = ""
+    assert main([*command[:-3], "--seeds", "1", "--out", str(tmp_path / "two")]) == 0
+    ended = "nano@train.lr=1e-3: lowest losses 2.0000, against the first +0.0000 (one seed: no interval); start-up 8.0 s\n"
+    assert ended in capsys.readouterr().out
     assert "recipe 1, mine@train.lr=3e-3@train.batch_size=16: lowest losses 2.0000;" in shown
     train.slower = 2.0
     record = str(tmp_path / "a" / "race.json")

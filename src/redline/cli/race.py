@@ -100,6 +100,8 @@ def _print(result: race.Result, folder: Path) -> None:
     for name, lane in zip(names, result.lanes, strict=True):
         losses = ", ".join(f"{loss:.4f}" for loss in lane.lowest)
         start = ", ".join(f"{start_up_s:.1f}" for start_up_s in lane.start_up_s)
+        apart = race.ends_apart(result.lanes[0], lane) if lane is not result.lanes[0] else ""
+        losses += f", against the first {apart}" if apart else ""
         ended = f"lowest losses {losses}; start-up {start} s" if lane.curves else "no run finished"
         print(f"{name}: {ended}")
         for why in lane.failed:
@@ -108,6 +110,6 @@ def _print(result: race.Result, folder: Path) -> None:
     unknown = " ≤: reached by the first validation, so the exact time is not known." if early else ""
     out.print(
         "Median of the seeds [lowest, highest]; seconds since the command, validations included; net: without start-up;"
-        f" speed-up against the first recipe, 90 % interval.{unknown}{'' if measured else ' No joules: no GPU counts them here.'}"
+        f" speed-ups and differences against the first recipe have 90 % intervals.{unknown}{'' if measured else ' No joules: no GPU counts them here.'}"
     )
     print(f"written to {folder / race.RESULT}; the curves of the first seed: {folder / 'report.html'}")

@@ -378,6 +378,16 @@ def speed_up(base: Lane, other: Lane, loss: float) -> str:
     return f"{sign}{math.exp(found.mean):.2f}x [{math.exp(found.low):.2f}, {math.exp(found.high):.2f}]"
 
 
+def ends_apart(base: Lane, other: Lane) -> str:
+    """How much higher the second ends than the first, with a 90 % interval over the seeds; empty if either has no run."""
+    if not base.curves or not other.curves:
+        return ""
+    found = difference(base.lowest, other.lowest)
+    if found.low == -math.inf:
+        return f"{found.mean:+.4f} (one seed: no interval)"
+    return f"{found.mean:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
+
+
 def _spread(values: Sequence[float], form: str) -> str:
     middle = form.format(median(values))
     lowest, highest = form.format(min(values)), form.format(max(values))
