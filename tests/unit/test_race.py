@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import subprocess
 import threading
@@ -14,6 +15,7 @@ import pytest
 from redline.cli.main import main
 from redline.config.load import load_recipe, to_toml
 from redline.errors import ConfigError, MachineError, StorageError, TrainingError
+from redline.launch.processes import LAUNCHER, PROGRAM
 from redline.machine.facts import GpuFacts, read_facts
 from redline.measure.statistics import difference
 from redline.tune import gate
@@ -433,6 +435,24 @@ def test_a_process_that_crashed_is_a_run_that_failed(tmp_path: Path, monkeypatch
         done = subprocess.CompletedProcess([], code, "", told)
         monkeypatch.setattr("redline.tune.race.subprocess.run", lambda *_, done=done, **__: done)
         assert train_in_process(tmp_path / "recipe.toml", tmp_path, None) == why
+
+
+def test_a_run_is_the_command_that_a_user_would_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for RFT and RL; the plan only if there is one. It ends with this process."""
+    seen = list[Any]()
+
+    def command(given: list[str], env: dict[str, str], **how: object) -> subprocess.CompletedProcess[str]:
+        seen.append((given[len(PROGRAM) :], env[LAUNCHER], how["capture_output"], how["text"]))
+        return subprocess.CompletedProcess(given, 0, "", "")
+
+    monkeypatch.setattr("redline.tune.race.subprocess.run", command)
+    recipe, run, plan = tmp_path / "recipe.toml", tmp_path / "run", tmp_path / "plan.json"
+    for name, verb, given in (("nano", ["train"], None), ("rft/demo", ["rft", "run"], plan)):
+        recipe.write_text(to_toml(load_recipe(name)))
+        train_in_process(recipe, run, given)
+        extra = ["--plan", str(plan)] if given else []
+        told = [*verb, str(recipe), "--run", str(run), "--quiet", *extra]
+        assert seen[-1] == (told, str(os.getpid()), True, True)
 
 
 def test_a_race_that_no_run_finished_is_an_error(

@@ -71,6 +71,8 @@ def _level(runs: list[Run]) -> tuple[Level, str]:
             "the recipes differ, but data, tokenizer and validation set are the same: this compares the validation losses"
             " of different recipes, at equal time or tokens"
         )
+        if silent := [run.label for run in runs if not values(run.metrics, "valid_loss")]:
+            across += f"; without a validation, so not compared: {', '.join(silent)}"
         other = "an update does other work, so tokens/s say nothing (time to a loss does)"
         return ("yes", f"{across}; {same}") if same_work else ("loss only", f"{across}; {other}")
     if same_work:
@@ -79,17 +81,13 @@ def _level(runs: list[Run]) -> tuple[Level, str]:
 
 
 def _validated_alike(runs: list[Run]) -> bool:
-    """Whether these are pre-training runs whose recipes name the same data and validation set."""
-    recipes = [run.typed for run in runs]
-    first = recipes[0]
-    validated = all(values(run.metrics, "valid_loss") for run in runs)
+    """Whether these are pre-training runs whose recipes name the same data and validation set, and two or more validated."""
+    first, *others = [run.typed for run in runs]
     return (
-        validated
+        sum(bool(values(run.metrics, "valid_loss")) for run in runs) > 1
         and first is not None
-        and all(
-            recipe is not None and recipe.workload == "pretrain" and not unlike_data(first, recipe)
-            for recipe in recipes
-        )
+        and first.workload == "pretrain"
+        and all(other is not None and not unlike_data(first, other) for other in others)
     )
 
 
