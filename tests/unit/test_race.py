@@ -228,7 +228,8 @@ def test_a_name_that_no_folder_can_have_is_cut_there_and_whole_in_the_result(tmp
 
 def test_the_ladder_has_round_losses_and_what_every_lane_reached_at_the_end() -> None:
     """Both had validated 5.0, the lowest is 3.3: six rungs would be 0.283 apart, so they are 0.5 apart."""
-    lanes = [lane("a", (5.0, 4.0, 3.3)), lane("b", (6.0, 4.4567))]
+    lanes = [lane("a", (5.0, 4.0, 3.3)), lane("b", (6.0, 4.4567), (6.0, 4.2))]
+    assert ladder([lane("a", (5.0, 1.0))]) == (5.0, 4.0, 3.0, 2.0, 1.0)
     assert ladder(lanes) == (5.0, 4.5, 4.457, 4.0, 3.5, 3.3)
     assert ladder([lane("a", (4.0,)), lane("b", (4.0,))]) == (4.0,)
     assert ladder([replace(lanes[0], curves=())]) == ()
