@@ -31,6 +31,7 @@ from redline.tune.race import (
     race,
     reached,
     rows,
+    speed_up,
     standing,
     train_in_process,
 )
@@ -193,6 +194,32 @@ def test_a_speed_up_is_of_all_seeds() -> None:
     assert found["4.6", "other"][7].startswith("0.95x [")  # 14 s over the root of 12 s x 18 s
     assert found["4", "other"][2:4] == ("1 of 2", "15.0")
     assert found["4", "other"][7] == "–"
+    assert (speed_up(base, other, 4.0), speed_up(other, base, 4.0)) == ("–", "–")
+    assert (
+        speed_up(lane("one", (5.0, 3.0)), lane("two", (5.0, 1.0)), 4.0) == "1.20x (one seed: no interval)"
+    )  # 15 and 12.5 s
+
+
+def test_a_row_has_the_median_the_lowest_and_the_highest_of_the_seeds() -> None:
+    curves = [
+        (Point(5.0, 4.0, 2.0, 5e5, 500.0), Point(4.0, 10.0, 8.0, 1.5e6, 2000.0)),
+        (Point(5.0, 4.0, 2.0, 5e5, 500.0), Point(4.0, 20.0, 18.0, 2.5e6, 3000.0)),
+    ]
+    found = replace(lane("a"), curves=tuple(curves))
+    result = Result(machine={}, data={}, seeds=2, rungs=(4.0, 3.0), lanes=(found,))
+    assert rows(result) == [
+        (
+            "4",
+            "a",
+            "2 of 2",
+            "15.0 [10.0, 20.0]",
+            "13.0 [8.0, 18.0]",
+            "2.000 [1.500, 2.500]",
+            "2.5 [2.0, 3.0]",
+            "",
+        ),
+        ("3", "a", "0 of 2", "not reached", "", "", "", ""),
+    ]
 
 
 @pytest.mark.parametrize(

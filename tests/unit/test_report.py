@@ -280,6 +280,10 @@ class TestComparison:
         )
         jsonl(paths[1] / "metrics.jsonl", blind)
         assert Comparable(read_runs(paths)).level == "speed only"
+        jsonl(paths[1] / "metrics.jsonl", lines())
+        written = (paths[2] / "recipe.toml").read_text()
+        (paths[2] / "recipe.toml").write_text(written.replace("tinyshakespeare", "other"))
+        assert Comparable(read_runs(paths)).level == "speed only"
 
     def test_one_recipe_on_data_that_changed_is_no_comparison_of_losses(self, tmp_path: Path) -> None:
         paths = [write_run(tmp_path / name) for name in ("a", "b")]
