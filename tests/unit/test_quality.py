@@ -12,6 +12,7 @@ import pytest
 from lab import Lab
 from test_ablate import H200, RECIPE, by_the_book, measured, values
 
+from redline.cli.arguments import SHARED
 from redline.cli.main import main
 from redline.config.load import build, load_recipe
 from redline.config.recipe import Recipe
@@ -277,6 +278,30 @@ def test_a_recipe_that_ends_by_the_clock_is_compared_over_the_same_updates(tmp_p
 def test_a_recipe_without_a_training_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ablate", "seeds/000", "--quality", "--out", str(tmp_path / "a")]) == 2
     assert "--quality compares training runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["tune", "ablate"])
+@pytest.mark.parametrize("option", ["--seeds", "--seconds", "--margin"])
+def test_what_only_quality_needs_is_refused_without_it(
+    command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "nano", option, "5"]) == 2
+    assert f"{option} does nothing without --quality" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "seeds", "seconds"), [([], 3, 60.0), (["--seeds", "5", "--seconds", "7"], 5, 7.0)]
+)
+def test_the_defaults_of_quality_are_those_that_its_help_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], seeds: int, seconds: float
+) -> None:
+    judges = list[Judge]()
+    monkeypatch.setattr("redline.cli.ablate.ablate", lambda *_, judge, **__: judges.append(judge) or [])
+    monkeypatch.setattr("redline.cli.ablate.tokenise", lambda recipe: None)
+    assert main(["ablate", "nano", "--quality", *given, "--out", str(tmp_path)]) == 0
+    assert (judges[0].seeds, judges[0].seconds, judges[0].margin) == (seeds, seconds, None)
+    assert "(default: 3)" in SHARED["QUALITY"]
+    assert "(default: 60)" in SHARED["QUALITY"]
 
 
 def test_the_page_of_an_ablation_says_how_it_was_judged(
