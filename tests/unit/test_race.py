@@ -446,6 +446,12 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
     (slower,) = json.loads(found)["slower"]
     assert slower.startswith("nano takes 88.2 s to a loss of 2; recorded 48.2 s")
     assert told.endswith(f"slower than {record}: {slower}\n")
+    assert "another fingerprint" not in told
+    Path(record).write_text(
+        Path(record).read_text().replace(load_recipe("nano", EVERY).fingerprint, "0" * 16)
+    )
+    assert main([*command, str(tmp_path / "b"), "--against", record]) == 1
+    assert f"nano has another fingerprint in {record}" in capsys.readouterr().err
 
 
 def test_a_process_that_crashed_is_a_run_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

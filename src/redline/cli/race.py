@@ -49,7 +49,9 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.against} is the file this race writes: give another --out")
     before = gate.recorded(options.against, arms, facts, options.seeds) if options.against else None
     for name in gate.changed(arms, before) if before else ():
-        status(f"{name} has changed since {options.against} was made: this compares the recipes too")
+        status(
+            f"{name} has another fingerprint in {options.against}: the recipe has changed, or what recipes say"
+        )
     ceilings_of(facts)  # otherwise the first run's start-up would include measuring them
     tokenise(arms[0].recipe)
     result = race.race(

@@ -46,7 +46,7 @@ def recorded(path: Path, arms: Sequence[Arm], facts: MachineFacts, seeds: int) -
 
 
 def changed(arms: Sequence[Arm], before: Result) -> list[str]:
-    """The arms whose recipe is not the recorded one of that name."""
+    """Names of the arms whose recipe has another fingerprint than the recorded one of that name."""
     then = {lane.name: lane.fingerprint for lane in before.lanes}
     return [arm.name for arm in arms if then.get(arm.name) not in (None, arm.recipe.fingerprint)]
 
