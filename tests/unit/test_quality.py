@@ -250,6 +250,25 @@ def test_another_training_is_worse_only_if_its_losses_are(
     assert str(judge(tmp_path, Trained()).other_training(arms[0], arms[1], 1e4)) == said
 
 
+@pytest.mark.parametrize(("fails", "verdict"), [("muon", "worse"), ("adamw", "cannot tell")])
+def test_another_training_that_fails_is_worse_than_one_that_does_not(
+    tmp_path: Path, fails: str, verdict: str
+) -> None:
+    class Failing(Figures):
+        def __call__(self, recipe: Path, run: Path, plan: Path | None) -> str | None:
+            if load_recipe(str(recipe)).train.optimizer == fails:
+                return f"{fails} diverged"
+            return super().__call__(recipe, run, plan)
+
+    recipe, said = load_recipe("nano"), list[str]()
+    muon = replace(recipe, train=replace(recipe.train, optimizer="muon"))
+    judging = replace(judge(tmp_path, Failing()), progress=said.append)
+    found = judging.other_training(planned(recipe), planned(muon), 1e4)
+    assert str(found) == f"{verdict}: a run failed: {fails} diverged"
+    assert said[0].startswith("before the change, seed 0")
+    assert any(line.startswith("with the change, seed 2") for line in said)
+
+
 def test_a_recipe_that_ends_by_the_clock_is_compared_over_the_same_updates(tmp_path: Path) -> None:
     """Of 100 s at 2 updates/s it warms up for 40 of 200 updates, whatever its 5,000 steps say: in 30 s, 12 of 60; its
     momentum and its ramp of the length likewise. Against another training it keeps a clock, of 30 s."""

@@ -91,6 +91,18 @@ def test_seconds_count_the_start_up_and_net_seconds_do_not(tmp_path: Path) -> No
     assert reached(fast.curves[0], 1.9) is None
 
 
+def test_joules_reach_to_the_last_validation(tmp_path: Path) -> None:
+    """50 W all along, counted until update 37: the run still ends 43 s and 2,150 J after the loop began."""
+    raced(tmp_path, Trainings(joules=True), seeds=1)
+    path = tmp_path / "fast-seed-0" / "metrics.jsonl"
+    told = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text(
+        "".join(json.dumps(line | ({"energy_j": None} if line["step"] > 37 else {})) + "\n" for line in told)
+    )
+    curve = raced(tmp_path, Trainings(), seeds=1).lanes[0].curves[0]
+    assert [point.joules for point in curve] == pytest.approx([50 * 13, 50 * 23, 50 * 33, 50 * 43])
+
+
 def test_every_seed_of_a_finished_arm_is_kept_and_an_interrupted_one_starts_over(tmp_path: Path) -> None:
     train = Trainings()
     raced(tmp_path, train)
@@ -531,6 +543,10 @@ def test_the_interval_over_seeds_is_welchs() -> None:
     found = difference([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
     assert found.mean == 2.0
     assert found.high - found.mean == pytest.approx(2.920 * math.sqrt(5 / 3))
+    six = [
+        sign * math.sqrt(5) for sign in (-1, -1, -1, 1, 1, 1)
+    ]  # variance 6, so parts of 1: 10 degrees of freedom
+    assert difference(six, six).high == pytest.approx(1.812 * math.sqrt(2))
     assert difference([1.0], [2.0, 3.0]).low == -math.inf
     assert asdict(difference([1.0, 1.0], [2.0, 2.0])) == {"mean": 1.0, "low": 1.0, "high": 1.0}
 

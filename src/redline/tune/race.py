@@ -277,9 +277,15 @@ def curve_of(run: Run) -> tuple[Point, ...]:
     for line in run.metrics:
         if (loss := number(line.get("valid_loss"))) is not None:
             seconds = before_loop_s + line["elapsed_s"]
-            joules = float(np.interp(line["elapsed_s"], clock_s, energy_j)) if metered else None
+            joules = _joules(clock_s, energy_j, line["elapsed_s"]) if metered else None
             curve.append(Point(loss, seconds, seconds - start_up_s, line["tokens"], joules))
     return tuple(curve)
+
+
+def _joules(clock_s: Sequence[float], energy_j: Sequence[float], at_s: float) -> float:
+    """In a straight line between readings; beyond the last, which may be a second old, at the mean power so far."""
+    beyond_s = max(0.0, at_s - clock_s[-1])
+    return float(np.interp(at_s, clock_s, energy_j)) + beyond_s * energy_j[-1] / clock_s[-1]
 
 
 def _to_first_update_s(run: Run) -> float:
