@@ -379,7 +379,7 @@ def test_an_equal_arm_passes_and_one_that_learns_nothing_does_not(tmp_path: Path
 def test_rft_is_judged_by_its_accuracy_after_training(tmp_path: Path) -> None:
     """More is better, of the weights trained on samples, and the margin is that of an accuracy. That a real run holds
     this figure is tested in test_rft_stages.py."""
-    accuracies = {8: 0.60, 4: 0.58, 2: 0.40}  # by the plan's micro-batch; a seed adds its tenth
+    accuracies = {8: 0.60, 4: 0.58, 2: 0.40, 1: 0.0}  # by the plan's micro-batch; a seed adds its tenth
 
     def train(recipe: Path, run: Path, plan: Path | None) -> None:
         assert plan is not None
@@ -397,3 +397,8 @@ def test_rft_is_judged_by_its_accuracy_after_training(tmp_path: Path) -> None:
     assert found.before == pytest.approx((0.6, 0.7, 0.8))
     assert judging.same_training(arms[8], arms[2], 0.0).verdict == "worse"
     assert judging.same_training(arms[2], arms[8], 0.0).verdict == "not worse"
+    found = judging.same_training(arms[1], arms[8], 0.0)
+    assert (found.before[0], found.verdict) == (0.0, "not worse"), "no answer was right before the change"
+    assert "-0.0000" not in str(judging.same_training(arms[8], arms[8], 0.0))
+    found = replace(judging, seeds=1).same_training(arms[1], arms[8], 0.0)
+    assert str(found) == "cannot tell: no answer was correct before the change, so none can be lost"

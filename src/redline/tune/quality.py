@@ -85,8 +85,8 @@ class Quality:
             faster = [math.exp(-value) for value in (worse_by, high, low)]
             return f"{faster[0]:.2f}x [{faster[1]:.2f}, {faster[2]:.2f}]"
         sign = 1 if self.figure == "loss" else -1  # more accuracy is better
-        low, high = sorted((sign * low, sign * high))
-        return f"{sign * worse_by:+.4f} [{low:+.4f}, {high:+.4f}]"
+        low, mean, high = sorted(sign * value + 0.0 for value in (low, worse_by, high))  # + 0.0: no -0.0
+        return f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,9 @@ class Judge:
                 note = f"seed {seed} failed: {second}"
                 return Quality(figure=figure, verdict="worse", margin=margin, note=note)
             pairs.append((first, second))
+        if figure == "accuracy" and not any(first for first, _ in pairs):
+            note = "no answer was correct before the change, so none can be lost"
+            return Quality(figure=figure, verdict="cannot tell", margin=margin, note=note)
         return _judged(figure, pairs, margin)
 
     def other_training(self, before: Trained, after: Trained, tokens_per_s: float) -> Quality:
@@ -204,11 +207,7 @@ def final(run: Run) -> float | None:
 
 
 def _judged(figure: Figure, pairs: Sequence[tuple[float, float]], margin: float) -> Quality:
-    worse_by = {
-        "loss": [b - a for a, b in pairs],
-        "accuracy": [a - b for a, b in pairs],
-        "seconds to the loss": [math.log(b / a) for a, b in pairs],
-    }[figure]
+    worse_by = [_worse_by(figure, before, after) for before, after in pairs]
     found = paired(worse_by)
     ends = (found.low, found.high) if len(pairs) > 1 else (None, None)
     return Quality(
@@ -216,3 +215,9 @@ def _judged(figure: Figure, pairs: Sequence[tuple[float, float]], margin: float)
         after=tuple(b for _, b in pairs), worse_by=found.mean, low=ends[0], high=ends[1], margin=margin,
         seeds_to_tell=pairs_to_tell(worse_by, margin),
     )  # fmt: skip
+
+
+def _worse_by(figure: Figure, before: float, after: float) -> float:
+    if figure == "seconds to the loss":
+        return math.log(after / before)
+    return after - before if figure == "loss" else before - after
