@@ -250,6 +250,15 @@ def test_another_training_is_worse_only_if_its_losses_are(
     assert str(judge(tmp_path, Trained()).other_training(arms[0], arms[1], 1e4)) == said
 
 
+def test_another_training_that_is_later_at_the_loss_is_worse(tmp_path: Path) -> None:
+    """Without a margin: it has to be sooner."""
+    recipe = load_recipe("nano")
+    muon = replace(recipe, train=replace(recipe.train, optimizer="muon"))
+    found = judge(tmp_path, Figures()).other_training(planned(muon), planned(recipe), 1e4)
+    assert str(found) == "5.0 → 10.0 s to a loss of 4.0020, 0.50x [0.50, 0.50], later"
+    assert not found.passed
+
+
 @pytest.mark.parametrize(("fails", "verdict"), [("muon", "worse"), ("adamw", "cannot tell")])
 def test_another_training_that_fails_is_worse_than_one_that_does_not(
     tmp_path: Path, fails: str, verdict: str
