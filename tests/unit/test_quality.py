@@ -4,6 +4,7 @@ at nano size: an equal arm passes, and one that learns nothing does not."""
 import json
 import math
 import random
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,28 @@ def test_an_arm_that_diverges_is_worse_and_one_without_a_reference_cannot_tell(t
     row = waterfall(tmp_path / "b", judge(tmp_path / "p", train), ("tf32",))["one by one", "tf32"]
     assert row.quality is not None
     assert (row.kept, row.quality.verdict) == (False, "cannot tell")
+
+
+def test_a_judged_run_that_was_killed_resumes(tmp_path: Path) -> None:
+    """Its result does not depend on its time, unlike that of a race."""
+    there = list[bool]()
+
+    class Killed(Figures):
+        def __call__(self, recipe: Path, run: Path, plan: Path | None) -> str | None:
+            there.append((run / "checkpoints").exists())
+            if len(there) == 1:
+                (run / "checkpoints").mkdir(parents=True)
+                (run / "recipe.toml").write_text(recipe.read_text())
+                raise KeyboardInterrupt
+            shutil.rmtree(run, ignore_errors=True)
+            return super().__call__(recipe, run, plan)
+
+    arms = [planned(load_recipe("nano"), micro_batch=size) for size in (8, 4)]
+    judging = judge(tmp_path, Killed(), seeds=1)
+    with pytest.raises(KeyboardInterrupt):
+        judging.same_training(arms[0], arms[1], 1e4)
+    judging.same_training(arms[0], arms[1], 1e4)
+    assert there == [False, True, False]
 
 
 def test_runs_that_hold_nothing_out_cannot_tell(tmp_path: Path) -> None:
