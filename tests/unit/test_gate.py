@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from redline.bench.finetune import BENCH
+from redline.bench.results import page_of, slower
 from redline.bench.results import recorded as record_of
-from redline.bench.results import slower
 from redline.cli.main import main
 from redline.errors import ConfigError
 from redline.machine.facts import read_facts
@@ -25,8 +25,8 @@ def speed(rate: float, spread: float = 0.01) -> dict[str, float]:
 @pytest.fixture
 def recorded() -> dict[str, Any]:
     plan, recipe = (
-        {"precision": {"value": "bf16"}},
-        {"name": "r", "train": {"batch_size": 8}, "data": {"seq_len": 16}},
+        {"precision": {"value": "bf16"}, "prediction": {"flops_per_token": 6_000_000}},
+        {"name": "r", "train": {"batch_size": 8, "optimizer": "adamw"}, "data": {"seq_len": 16}},
     )
     arms = {"loop": {"speeds": {"loop": speed(1000)}}, "hf": {"speeds": {"hf": speed(800)}}}
     machine = {"gpus": [{"name": "NVIDIA H200"}], "cpu_name": "x", "cpu_cores": 8}
@@ -50,7 +50,7 @@ def test_slower_is_what_lies_below_the_recorded_interval(
     assert bool(found) == bad
     if bad:
         assert found == [
-            "r bf16, 128 tokens per update, loop: 955/s, at most 965; recorded 1,000, at least 990"
+            "r bf16, 128 tokens of 6.000 MFLOP per update with adamw, loop: 955/s, at most 965; recorded 1,000, at least 990"
         ]
 
 
@@ -60,10 +60,15 @@ def test_an_arm_that_fails_is_slower_and_an_alternative_is_not_judged(recorded: 
 
 
 def test_what_cannot_be_compared_is_refused(recorded: dict[str, Any], tmp_path: Path) -> None:
-    other = deepcopy(recorded)
-    other["results"][0]["recipe"]["train"]["batch_size"] = 4
-    with pytest.raises(ConfigError, match="no arm of this benchmark"):
-        slower(recorded, other)
+    for table, key, value in (
+        ("recipe", "train", {"batch_size": 4, "optimizer": "adamw"}),
+        ("recipe", "train", {"batch_size": 8, "optimizer": "muon"}),
+        ("plan", "prediction", {"flops_per_token": 5_000_000}),  # another shape or length under the same name
+    ):
+        other = deepcopy(recorded)
+        other["results"][0][table][key] = value
+        with pytest.raises(ConfigError, match="no arm of this benchmark"):
+            slower(recorded, other)
     record, here = tmp_path / "record.json", asdict(read_facts())
     for found, why in (
         ({}, "not the JSON of a benchmark"),
@@ -115,6 +120,23 @@ def test_a_wrong_record_is_refused_before_anything_is_measured(
     wrong.write_text("{}")
     assert main([*command, "--against", str(wrong)]) == 2
     assert f"{wrong} is not the" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "what"), [(["train", "--recipe", "nano"], "train"), (["rl", "--quick"], "rl-quick")]
+)
+def test_a_record_is_not_overwritten_by_what_is_compared_with_it(
+    command: list[str],
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The next comparison would then be with the slower result."""
+    monkeypatch.chdir(tmp_path)
+    record = page_of(Path("benchmarks"), what, read_facts())
+    assert main(["bench", *command, "--against", str(record.with_suffix(".json"))]) == 2
+    assert "is the file this benchmark writes: give another --out" in capsys.readouterr().err
 
 
 def test_a_page_of_one_arm_announces_no_comparison() -> None:

@@ -179,6 +179,23 @@ def test_the_study_makes_every_run_once(tmp_path: Path, monkeypatch: pytest.Monk
         )
 
 
+def test_seeds_that_ended_early_are_averaged_as_far_as_all_ran(tmp_path: Path) -> None:
+    def train(recipe: Path, run: Path, _plan: Path | None) -> None:
+        run.mkdir(parents=True)
+        (run / "recipe.toml").write_text(recipe.read_text())
+        seed = load_recipe(str(recipe)).train.seed
+        validated = [
+            {"step": n, "tokens": 100 * n, "elapsed_s": 1.0 * n, "valid_loss": 6.0 + seed - n}
+            for n in (1, 2, 3)
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in validated[: 3 - seed]))
+        (run / "events.jsonl").write_text('{"event": "end", "step": 3, "why": "finished"}\n')
+
+    given: dict[str, Any] = {"arms": ("A0",), "seeds": 2, "lrs": (1e-3,), "progress": lambda text: None}
+    (row,) = study(load_recipe("okadfa/nano"), "a CPU", tmp_path, train=train, **given)
+    assert (row.curve, row.tokens, row.losses) == ([(100, 5.5), (200, 4.5)], 200, [3.0, 5.0])
+
+
 def test_the_table_of_one_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

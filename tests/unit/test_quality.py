@@ -4,6 +4,7 @@ at nano size: an equal arm passes, and one that learns nothing does not."""
 import json
 import math
 import random
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from lab import Lab
 from test_ablate import H200, RECIPE, by_the_book, measured, values
 
+from redline.cli.arguments import SHARED
 from redline.cli.main import main
 from redline.config.load import build, load_recipe
 from redline.config.recipe import Recipe
@@ -162,6 +164,40 @@ def test_an_arm_that_diverges_is_worse_and_one_without_a_reference_cannot_tell(t
     assert (row.kept, row.quality.verdict) == (False, "cannot tell")
 
 
+def test_a_judged_run_that_was_killed_resumes(tmp_path: Path) -> None:
+    """Its result does not depend on its time, unlike that of a race."""
+    there = list[bool]()
+
+    class Killed(Figures):
+        def __call__(self, recipe: Path, run: Path, plan: Path | None) -> str | None:
+            there.append((run / "checkpoints").exists())
+            if len(there) == 1:
+                (run / "checkpoints").mkdir(parents=True)
+                (run / "recipe.toml").write_text(recipe.read_text())
+                raise KeyboardInterrupt
+            shutil.rmtree(run, ignore_errors=True)
+            return super().__call__(recipe, run, plan)
+
+    arms = [planned(load_recipe("nano"), micro_batch=size) for size in (8, 4)]
+    judging = judge(tmp_path, Killed(), seeds=1)
+    with pytest.raises(KeyboardInterrupt):
+        judging.same_training(arms[0], arms[1], 1e4)
+    judging.same_training(arms[0], arms[1], 1e4)
+    assert there == [False, True, False]
+
+
+def test_runs_that_hold_nothing_out_cannot_tell(tmp_path: Path) -> None:
+    class Blind(Figures):
+        def __call__(self, recipe: Path, run: Path, plan: Path | None) -> str | None:
+            super().__call__(recipe, run, plan)
+            (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0, "elapsed_s": 1.0}\n')
+            return None
+
+    arms = [planned(load_recipe("nano"), micro_batch=size) for size in (8, 4)]
+    found = judge(tmp_path, Blind()).same_training(arms[0], arms[1], 1e4)
+    assert str(found).startswith("cannot tell: seed 0 before the change: the run held nothing out")
+
+
 def test_too_few_seeds_say_how_many_would_tell(tmp_path: Path) -> None:
     quality = Quality(
         figure="accuracy", verdict="cannot tell", before=(0.5, 0.6), after=(0.5, 0.5), worse_by=0.05,
@@ -197,6 +233,24 @@ def test_another_training_is_kept_if_it_reaches_the_loss_sooner(tmp_path: Path) 
     assert "another training" in rows["leave one out", "muon"].numerics
 
 
+def test_another_training_is_timed_by_the_speed_of_the_state_before_it(tmp_path: Path) -> None:
+    """128 x 1,024 tokens an update at 13.1072M tokens/s, twice the first state's: 10,000 updates in 100 s, so half of the
+    recipe's 20,000 and half of its warm-up of 2,000; and 20 validations."""
+    tokens, seen = 128 * 1024, list[Any]()
+
+    class Seen(Figures):
+        def __call__(self, recipe: Path, run: Path, plan: Path | None) -> str | None:
+            seen.append(load_recipe(str(recipe)).train)
+            return super().__call__(recipe, run, plan)
+
+    def answer(trial: Trial) -> Any:
+        return measured(0.01 if values(trial)["precision"] == "tf32" else 0.02, tokens=tokens)
+
+    rows = waterfall(tmp_path, judge(tmp_path / "q", Seen()), ("tf32", "muon"), answer)
+    assert rows["one by one", "tf32"].kept
+    assert {(t.warmup_steps, t.eval_every) for t in seen if t.max_hours == 100 / 3600} == {(1000, 500)}
+
+
 @pytest.mark.parametrize(
     ("higher_by", "said"),
     [
@@ -219,10 +273,42 @@ def test_another_training_is_worse_only_if_its_losses_are(
     assert str(judge(tmp_path, Trained()).other_training(arms[0], arms[1], 1e4)) == said
 
 
+def test_another_training_that_is_later_at_the_loss_is_worse(tmp_path: Path) -> None:
+    """Without a margin: it has to be sooner."""
+    recipe = load_recipe("nano")
+    muon = replace(recipe, train=replace(recipe.train, optimizer="muon"))
+    found = judge(tmp_path, Figures()).other_training(planned(muon), planned(recipe), 1e4)
+    assert str(found) == "5.0 → 10.0 s to a loss of 4.0020, 0.50x [0.50, 0.50], later"
+    assert not found.passed
+
+
+@pytest.mark.parametrize(("fails", "verdict"), [("muon", "worse"), ("adamw", "cannot tell")])
+def test_another_training_that_fails_is_worse_than_one_that_does_not(
+    tmp_path: Path, fails: str, verdict: str
+) -> None:
+    class Failing(Figures):
+        def __call__(self, recipe: Path, run: Path, plan: Path | None) -> str | None:
+            if load_recipe(str(recipe)).train.optimizer == fails:
+                return f"{fails} diverged"
+            return super().__call__(recipe, run, plan)
+
+    recipe, said = load_recipe("nano"), list[str]()
+    muon = replace(recipe, train=replace(recipe.train, optimizer="muon"))
+    judging = replace(judge(tmp_path, Failing()), progress=said.append)
+    found = judging.other_training(planned(recipe), planned(muon), 1e4)
+    assert str(found) == f"{verdict}: a run failed: {fails} diverged"
+    assert said[0].startswith("before the change, seed 0")
+    assert any(line.startswith("with the change, seed 2") for line in said)
+
+
 def test_a_recipe_that_ends_by_the_clock_is_compared_over_the_same_updates(tmp_path: Path) -> None:
     """Of 100 s at 2 updates/s it warms up for 40 of 200 updates, whatever its 5,000 steps say: in 30 s, 12 of 60; its
     momentum and its ramp of the length likewise. Against another training it keeps a clock, of 30 s."""
     ramps = ["train.warmup_steps=40", "train.muon_warmup_steps=50", "train.length_ramp_steps=60"]
+    ramps += [
+        "train.target_loss=3.5",
+        "train.early_stop_evals=2",
+    ]  # either would end both arms at the same loss
     recipe = load_recipe("nano", ["train.steps=5000", *ramps, f"train.max_hours={100 / 3600!r}"])
     seen = list[Any]()
 
@@ -237,11 +323,36 @@ def test_a_recipe_that_ends_by_the_clock_is_compared_over_the_same_updates(tmp_p
     ends = [(t.steps, t.warmup_steps, t.muon_warmup_steps, t.length_ramp_steps, t.max_hours) for t in seen]
     assert set(ends[:2]) == {(60, 12, 15, 18, None)}
     assert set(ends[2:]) == {(5000, 12, 15, 18, 30 / 3600)}
+    assert [(t.target_loss, t.early_stop_evals) for t in seen[1:3]] == [(None, 0), (None, 2)]
 
 
 def test_a_recipe_without_a_training_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ablate", "seeds/000", "--quality", "--out", str(tmp_path / "a")]) == 2
     assert "--quality compares training runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["tune", "ablate"])
+@pytest.mark.parametrize("option", ["--seeds", "--seconds", "--margin"])
+def test_what_only_quality_needs_is_refused_without_it(
+    command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "nano", option, "5"]) == 2
+    assert f"{option} does nothing without --quality" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "seeds", "seconds"), [([], 3, 60.0), (["--seeds", "5", "--seconds", "7"], 5, 7.0)]
+)
+def test_the_defaults_of_quality_are_those_that_its_help_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], seeds: int, seconds: float
+) -> None:
+    judges = list[Judge]()
+    monkeypatch.setattr("redline.cli.ablate.ablate", lambda *_, judge, **__: judges.append(judge) or [])
+    monkeypatch.setattr("redline.cli.ablate.tokenise", lambda recipe: None)
+    assert main(["ablate", "nano", "--quality", *given, "--out", str(tmp_path)]) == 0
+    assert (judges[0].seeds, judges[0].seconds, judges[0].margin) == (seeds, seconds, None)
+    assert "(default: 3)" in SHARED["QUALITY"]
+    assert "(default: 60)" in SHARED["QUALITY"]
 
 
 def test_the_page_of_an_ablation_says_how_it_was_judged(
@@ -300,7 +411,7 @@ def test_an_equal_arm_passes_and_one_that_learns_nothing_does_not(tmp_path: Path
 def test_rft_is_judged_by_its_accuracy_after_training(tmp_path: Path) -> None:
     """More is better, of the weights trained on samples, and the margin is that of an accuracy. That a real run holds
     this figure is tested in test_rft_stages.py."""
-    accuracies = {8: 0.60, 4: 0.58, 2: 0.40}  # by the plan's micro-batch; a seed adds its tenth
+    accuracies = {8: 0.60, 4: 0.58, 2: 0.40, 1: 0.0}  # by the plan's micro-batch; a seed adds its tenth
 
     def train(recipe: Path, run: Path, plan: Path | None) -> None:
         assert plan is not None
@@ -318,3 +429,8 @@ def test_rft_is_judged_by_its_accuracy_after_training(tmp_path: Path) -> None:
     assert found.before == pytest.approx((0.6, 0.7, 0.8))
     assert judging.same_training(arms[8], arms[2], 0.0).verdict == "worse"
     assert judging.same_training(arms[2], arms[8], 0.0).verdict == "not worse"
+    found = judging.same_training(arms[1], arms[8], 0.0)
+    assert (found.before[0], found.verdict) == (0.0, "not worse"), "no answer was right before the change"
+    assert "-0.0000" not in str(judging.same_training(arms[8], arms[8], 0.0))
+    found = replace(judging, seeds=1).same_training(arms[1], arms[8], 0.0)
+    assert str(found) == "cannot tell: no answer was correct before the change, so none can be lost"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import subprocess
 import threading
@@ -13,20 +14,24 @@ import pytest
 
 from redline.cli.main import main
 from redline.config.load import load_recipe, to_toml
-from redline.errors import ConfigError, MachineError, StorageError
-from redline.machine.facts import read_facts
+from redline.errors import ConfigError, MachineError, StorageError, TrainingError
+from redline.launch.processes import LAUNCHER, PROGRAM
+from redline.machine.facts import GpuFacts, read_facts
 from redline.measure.statistics import difference
+from redline.tune import gate
+from redline.tune.gate import recorded, slower_than
 from redline.tune.race import (
+    LONGEST_NAME,
     Arm,
     Lane,
     Point,
     Result,
+    ends_apart,
     ladder,
     race,
     reached,
-    recorded,
     rows,
-    slower_than,
+    speed_up,
     standing,
     train_in_process,
 )
@@ -84,6 +89,18 @@ def test_seconds_count_the_start_up_and_net_seconds_do_not(tmp_path: Path) -> No
     assert slow.at(4.0)[0].net_seconds == 40.0
     assert reached(fast.curves[0], 3.5).net_seconds == 25.0  # halfway between two validations
     assert reached(fast.curves[0], 1.9) is None
+
+
+def test_joules_reach_to_the_last_validation(tmp_path: Path) -> None:
+    """50 W all along, counted until update 37: the run still ends 43 s and 2,150 J after the loop began."""
+    raced(tmp_path, Trainings(joules=True), seeds=1)
+    path = tmp_path / "fast-seed-0" / "metrics.jsonl"
+    told = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text(
+        "".join(json.dumps(line | ({"energy_j": None} if line["step"] > 37 else {})) + "\n" for line in told)
+    )
+    curve = raced(tmp_path, Trainings(), seeds=1).lanes[0].curves[0]
+    assert [point.joules for point in curve] == pytest.approx([50 * 13, 50 * 23, 50 * 33, 50 * 43])
 
 
 def test_every_seed_of_a_finished_arm_is_kept_and_an_interrupted_one_starts_over(tmp_path: Path) -> None:
@@ -166,6 +183,18 @@ def test_a_time_that_is_only_known_to_be_short_is_marked() -> None:
     assert (at_4(slow, fast)["fast"][3], at_4(slow, fast)["fast"][7]) == ("≤ 10.0", "≥ 2.00x [2.00, 2.00]")
     assert at_4(fast, slow)["slow"][7] == "≤ 0.50x [0.50, 0.50]"
     assert at_4(fast, replace(fast, name="too"))["too"][7] == "–"
+    one_seed = lane("some", (3.9, 3.0), (5.0, 4.0))
+    assert at_4(slow, one_seed)["some"][3] == "≤ 15.0 [10.0, 20.0]"
+    assert at_4(slow, lane("exact", (4.0,), (4.0,)))["exact"][3] == "10.0", "validated when it was there"
+
+
+def test_where_recipes_end_is_compared_over_the_seeds() -> None:
+    """By hand: means 3.2 and 3.05, variances 0.02 and 0.005 of two seeds each: an error of sqrt(0.0125), 1.47 degrees of
+    freedom, so t is 6.314 and half the interval 0.7059."""
+    base, other = lane("base", (5.0, 3.1), (5.0, 3.3)), lane("other", (5.0, 3.0), (5.0, 3.1))
+    assert ends_apart(base, other) == "-0.1500 [-0.8559, +0.5559]"
+    assert ends_apart(base, lane("one", (3.0,))) == "-0.2000 (one seed: no interval)"
+    assert ends_apart(base, replace(other, curves=())) == ""
 
 
 def test_a_speed_up_is_of_all_seeds() -> None:
@@ -177,6 +206,32 @@ def test_a_speed_up_is_of_all_seeds() -> None:
     assert found["4.6", "other"][7].startswith("0.95x [")  # 14 s over the root of 12 s x 18 s
     assert found["4", "other"][2:4] == ("1 of 2", "15.0")
     assert found["4", "other"][7] == "–"
+    assert (speed_up(base, other, 4.0), speed_up(other, base, 4.0)) == ("–", "–")
+    assert (
+        speed_up(lane("one", (5.0, 3.0)), lane("two", (5.0, 1.0)), 4.0) == "1.20x (one seed: no interval)"
+    )  # 15 and 12.5 s
+
+
+def test_a_row_has_the_median_the_lowest_and_the_highest_of_the_seeds() -> None:
+    curves = [
+        (Point(5.0, 4.0, 2.0, 5e5, 500.0), Point(4.0, 10.0, 8.0, 1.5e6, 2000.0)),
+        (Point(5.0, 4.0, 2.0, 5e5, 500.0), Point(4.0, 20.0, 18.0, 2.5e6, 3000.0)),
+    ]
+    found = replace(lane("a"), curves=tuple(curves))
+    result = Result(machine={}, data={}, seeds=2, rungs=(4.0, 3.0), lanes=(found,))
+    assert rows(result) == [
+        (
+            "4",
+            "a",
+            "2 of 2",
+            "15.0 [10.0, 20.0]",
+            "13.0 [8.0, 18.0]",
+            "2.000 [1.500, 2.500]",
+            "2.5 [2.0, 3.0]",
+            "",
+        ),
+        ("3", "a", "0 of 2", "not reached", "", "", "", ""),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -202,6 +257,7 @@ def test_a_name_that_no_folder_can_have_is_cut_there_and_whole_in_the_result(tmp
     arms = tuple(Arm(name, NANO) for name in names)
     assert [lane.name for lane in raced(tmp_path, train, arms=arms).lanes] == names
     assert len(set(train.calls)) == 6
+    assert max(len(call.encode()) for call in train.calls) <= LONGEST_NAME + len("-seed-0")
     assert all(call.startswith(("nano-train.lr=1e-3-train.lr=1e-3", "éééé")) for call in train.calls)
     again = Trainings()
     raced(tmp_path, again, arms=arms)
@@ -209,21 +265,47 @@ def test_a_name_that_no_folder_can_have_is_cut_there_and_whole_in_the_result(tmp
     assert Arm("x" * 200, NANO).place(tmp_path, 3).name == "x" * 200 + "-seed-3"
 
 
-def test_the_ladder_has_what_every_lane_reached_at_the_end() -> None:
-    lanes = [lane("a", (5.0, 4.0, 3.3)), lane("b", (6.0, 4.4567))]
-    rungs = ladder(lanes)
-    assert {3.3, 4.457} <= set(rungs)
-    assert list(rungs) == sorted(rungs, reverse=True)
-    assert rungs[0] <= 5.0
-    assert all(any(lane.at(rung) for lane in lanes) for rung in rungs)
+def test_the_ladder_has_round_losses_and_what_every_lane_reached_at_the_end() -> None:
+    """Both had validated 5.0, the lowest is 3.3: six rungs would be 0.283 apart, so they are 0.5 apart."""
+    lanes = [lane("a", (5.0, 4.0, 3.3)), lane("b", (6.0, 4.4567), (6.0, 4.2))]
+    assert ladder([lane("a", (5.0, 1.0))]) == (5.0, 4.0, 3.0, 2.0, 1.0)
+    assert ladder(lanes) == (5.0, 4.5, 4.457, 4.0, 3.5, 3.3)
+    assert ladder([lane("a", (4.0,)), lane("b", (4.0,))]) == (4.0,)
     assert ladder([replace(lanes[0], curves=())]) == ()
 
 
-def test_the_target_of_a_race_is_on_its_ladder(tmp_path: Path) -> None:
+def test_the_ladder_of_a_race_ends_at_its_target(tmp_path: Path) -> None:
+    """Its runs end there; how far below it their last validations lie is chance."""
     arm = Arm("fast", load_recipe("nano", [*EVERY, "train.target_loss=3.123"]))
     result = raced(tmp_path, Trainings(), arms=(arm,))
-    assert result.rungs.count(3.123) == 1
-    assert {row[0] for row in rows(result)} >= {"3.123", "2"}
+    assert (result.rungs[-1], result.rungs.count(3.123)) == (3.123, 1)
+    free = lane("free", (5.0, 2.0))
+    near, far = (replace(lane("a", (5.0, 3.0)), target=target) for target in (3.5, 4.0))
+    assert ladder([near, far])[-1] == 3.5
+    assert ladder([near, free])[-1] == 2.0
+
+
+def test_a_run_that_was_kept_from_other_hardware_or_data_is_refused(tmp_path: Path) -> None:
+    train = Trainings()
+    raced(tmp_path, train, seeds=1)
+    plan = tmp_path / "fast-seed-0" / "plan.json"
+    plan.write_text(json.dumps({"hardware": {"title": "another GPU"}}))
+    with pytest.raises(StorageError, match=r"different hardware \(another GPU and None\)"):
+        raced(tmp_path, train)
+    plan.unlink()
+    events = tmp_path / "slow-seed-0" / "events.jsonl"
+    events.write_text(events.read_text().replace('"data": "d"', '"data": "e"'))
+    with pytest.raises(StorageError, match=r"different tokens \(d and e\)"):
+        raced(tmp_path, train)
+
+
+def test_names_that_share_a_folder_are_refused(tmp_path: Path) -> None:
+    assert (
+        Arm("speedrun/45s@plan.compile=off", NANO).place(tmp_path, 1).name
+        == "speedrun-45s-plan.compile=off-seed-1"
+    )
+    with pytest.raises(ConfigError, match="are the same: a/b, a-b"):
+        raced(tmp_path, Trainings(), arms=(Arm("a/b", NANO), Arm("a-b", SLOW)))
 
 
 def test_a_gate_passes_the_same_times_and_names_what_became_slower(tmp_path: Path) -> None:
@@ -261,6 +343,42 @@ def test_a_gate_is_judged_at_the_target() -> None:
         Result(machine={}, data={}, seeds=2, rungs=(), lanes=(replace(found, target=target),)) for found in (low, high)
     )  # fmt: skip
     assert slower_than(now, then) == []
+
+
+def test_a_gate_is_not_judged_below_the_target_of_either() -> None:
+    """The record trained on to 3.0; this race ends at 4.0, which both reached after 20 s."""
+    then, now = lane("a", (5.0, 4.0, 3.0), (5.0, 4.0, 3.0)), lane("a", (5.0, 4.0), (5.0, 4.0))
+    both = [
+        Result(machine={}, data={}, seeds=2, rungs=(), lanes=(found,))
+        for found in (replace(now, target=4.0), then)
+    ]
+    assert slower_than(*both) == []
+    late = replace(lane("a", (5.0, 4.5, 4.0), (5.0, 4.5, 4.0)), target=4.0)
+    assert slower_than(replace(both[0], lanes=(late,)), both[1])[0].startswith(
+        "a takes 30.0 s to a loss of 4;"
+    )
+
+
+def test_a_gate_says_that_a_recipe_or_the_data_changed() -> None:
+    before = Result(machine={}, data={}, seeds=2, rungs=(), lanes=(lane("fast", (5.0, 4.0)),), tokens="d")
+    assert gate.changed([Arm("fast", NANO), Arm("new", NANO)], before) == ["fast"]
+    same = replace(before, lanes=(replace(before.lanes[0], fingerprint=NANO.fingerprint),))
+    assert gate.changed([Arm("fast", NANO)], same) == []
+    with pytest.raises(ConfigError, match="the data has changed"):
+        slower_than(replace(before, tokens="e"), before)
+
+
+def test_the_shipped_records_can_be_compared_with(tmp_path: Path) -> None:
+    """As a race on an H200 whose files have the names of then would do it."""
+    path = Path(__file__).parents[2] / "benchmarks" / "race-seeds_nvidia-h200_20261118.json"
+    found = json.loads(path.read_text())
+    recipe = load_recipe(
+        "speedrun/45s", [f"{key}={found['data'][key]}" for key in ("data.source", "data.tokenizer")]
+    )
+    here = replace(read_facts(), gpus=tuple(GpuFacts(**gpu) for gpu in found["machine"]["gpus"]))
+    before = recorded(path, [Arm("speedrun/45s", recipe)], here, 3)
+    assert "Wikipedia" in before.note
+    assert slower_than(before, before) == []
 
 
 def test_a_gate_stops_what_is_as_fast_at_first_and_ends_higher() -> None:
@@ -315,7 +433,7 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
     assert "M tokens 0.004" in shown, "a cell below its row has the name of its column"
     assert "[lowest, highest]; seconds since the\ncommand," in shown.replace(" \n", "\n"), "no word is broken"
     assert "nano: lowest losses 2.0000, 2.0000; start-up 8.0, 8.0 s\n" in shown
-    assert "nano-train.lr=1e-3: no run finished\n  a run failed: loss is nan at step 3\n" in shown
+    assert "nano@train.lr=1e-3: no run finished\n  a run failed: loss is nan at step 3\n" in shown
     assert (tmp_path / "a" / "report.html").exists()
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text(to_toml(NANO))
@@ -323,7 +441,12 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
     assert main(["race", long, *sets, "--seeds", "1", "--out", str(tmp_path / "long")]) == 0
     shown = capsys.readouterr().out
     assert "   2  recipe 1  1 of 1  48.0" in shown
-    assert "recipe 1, mine-train.lr=3e-3-train.batch_size=16: lowest losses 2.0000;" in shown
+    assert ", against the first" not in shown
+    train.fail = ""
+    assert main([*command[:-3], "--seeds", "1", "--out", str(tmp_path / "two")]) == 0
+    ended = "nano@train.lr=1e-3: lowest losses 2.0000, against the first +0.0000 (one seed: no interval); start-up 8.0 s\n"
+    assert ended in capsys.readouterr().out
+    assert "recipe 1, mine@train.lr=3e-3@train.batch_size=16: lowest losses 2.0000;" in shown
     train.slower = 2.0
     record = str(tmp_path / "a" / "race.json")
     assert main([*command, str(tmp_path / "a"), "--against", record]) == 2, (
@@ -335,6 +458,84 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
     (slower,) = json.loads(found)["slower"]
     assert slower.startswith("nano takes 88.2 s to a loss of 2; recorded 48.2 s")
     assert told.endswith(f"slower than {record}: {slower}\n")
+    assert "another fingerprint" not in told
+    Path(record).write_text(
+        Path(record).read_text().replace(load_recipe("nano", EVERY).fingerprint, "0" * 16)
+    )
+    assert main([*command, str(tmp_path / "b"), "--against", record]) == 1
+    assert f"nano has another fingerprint in {record}" in capsys.readouterr().err
+
+
+def test_a_process_that_crashed_is_a_run_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA error ends in a traceback; the other recipes of the night still race."""
+    (tmp_path / "recipe.toml").write_text(to_toml(NANO))
+    ended = {
+        1: ("Traceback ...\ntorch.AcceleratorError: CUDA error", "`redline train` ended with exit code 1: torch.AcceleratorError: CUDA error"),
+        -9: ("", "`redline train` ended with exit code -9: "),
+        2: ("plan ...\nredline: loss is nan at step 3", "loss is nan at step 3"),
+        0: ("redline: not an error", None),
+    }  # fmt: skip
+    for code, (told, why) in ended.items():
+        done = subprocess.CompletedProcess([], code, "", told)
+        monkeypatch.setattr("redline.tune.race.subprocess.run", lambda *_, done=done, **__: done)
+        assert train_in_process(tmp_path / "recipe.toml", tmp_path, None) == why
+
+
+def test_a_run_is_the_command_that_a_user_would_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for RFT and RL; the plan only if there is one. It ends with this process."""
+    seen = list[Any]()
+
+    def command(given: list[str], env: dict[str, str], **how: object) -> subprocess.CompletedProcess[str]:
+        seen.append((given[len(PROGRAM) :], env[LAUNCHER], how["capture_output"], how["text"]))
+        return subprocess.CompletedProcess(given, 0, "", "")
+
+    monkeypatch.setattr("redline.tune.race.subprocess.run", command)
+    recipe, run, plan = tmp_path / "recipe.toml", tmp_path / "run", tmp_path / "plan.json"
+    for name, verb, given in (("nano", ["train"], None), ("rft/demo", ["rft", "run"], plan)):
+        recipe.write_text(to_toml(load_recipe(name)))
+        train_in_process(recipe, run, given)
+        extra = ["--plan", str(plan)] if given else []
+        told = [*verb, str(recipe), "--run", str(run), "--quiet", *extra]
+        assert seen[-1] == (told, str(os.getpid()), True, True)
+
+
+def test_a_race_that_no_run_finished_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = Trainings()
+    train.fail = "nano"
+    for name, stand_in in (("race.train_in_process", train), ("ceilings_of", str), ("tokenise", str)):
+        monkeypatch.setattr(f"redline.cli.race.{name}", stand_in)
+    assert main(["race", "nano", "--out", str(tmp_path)]) == TrainingError.exit_code
+    assert capsys.readouterr().err.endswith("redline: no run of the race finished: loss is nan at step 3\n")
+
+
+@pytest.mark.parametrize("recipe", ["finetune", "rft/demo", "rl/demo"])
+def test_only_pretraining_races(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["race", recipe]) == 2
+    assert "a race needs pretrain recipes" in capsys.readouterr().err
+
+
+def test_a_target_is_taken_with_all_its_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, stand_in in (("race.train_in_process", Trainings()), ("ceilings_of", str), ("tokenise", str)):
+        monkeypatch.setattr(f"redline.cli.race.{name}", stand_in)
+    sets = [part for value in EVERY for part in ("--set", value)]
+    command = [
+        "race",
+        "nano",
+        *sets,
+        "--seeds",
+        "1",
+        "--target",
+        "3.1234567",
+        "--json",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["lanes"][0]["target"] == 3.1234567
 
 
 def test_the_interval_over_seeds_is_welchs() -> None:
@@ -342,6 +543,10 @@ def test_the_interval_over_seeds_is_welchs() -> None:
     found = difference([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
     assert found.mean == 2.0
     assert found.high - found.mean == pytest.approx(2.920 * math.sqrt(5 / 3))
+    six = [
+        sign * math.sqrt(5) for sign in (-1, -1, -1, 1, 1, 1)
+    ]  # variance 6, so parts of 1: 10 degrees of freedom
+    assert difference(six, six).high == pytest.approx(1.812 * math.sqrt(2))
     assert difference([1.0], [2.0, 3.0]).low == -math.inf
     assert asdict(difference([1.0, 1.0], [2.0, 2.0])) == {"mean": 1.0, "low": 1.0, "high": 1.0}
 

@@ -267,6 +267,36 @@ class TestComparison:
         (paths[1] / "recipe.toml").unlink()
         assert Comparable(read_runs(paths)).level == "no"
 
+    def test_a_run_that_diverged_before_its_validation_leaves_the_others_comparable(
+        self, tmp_path: Path
+    ) -> None:
+        paths = [write_run(tmp_path / f"run-{steps}", steps=steps) for steps in (40, 50, 60)]
+        blind = [{k: v for k, v in line.items() if k != "valid_loss"} for line in lines()]
+        jsonl(paths[2] / "metrics.jsonl", blind)
+        verdict = Comparable(read_runs(paths))
+        assert (verdict.level, "without a validation, so not compared: run-60" in verdict.text) == (
+            "yes",
+            True,
+        )
+        jsonl(paths[1] / "metrics.jsonl", blind)
+        assert Comparable(read_runs(paths)).level == "speed only"
+        jsonl(paths[1] / "metrics.jsonl", lines())
+        written = (paths[2] / "recipe.toml").read_text()
+        (paths[2] / "recipe.toml").write_text(written.replace("tinyshakespeare", "other"))
+        assert Comparable(read_runs(paths)).level == "speed only"
+
+    def test_one_recipe_on_data_that_changed_is_no_comparison_of_losses(self, tmp_path: Path) -> None:
+        paths = [write_run(tmp_path / name) for name in ("a", "b")]
+        for path, data in zip(paths, ("d", "e"), strict=True):
+            events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+            jsonl(
+                path / "events.jsonl",
+                [event | {"data": data} if event["event"] == "start" else event for event in events],
+            )
+        verdict = Comparable(read_runs(paths))
+        assert verdict.level == "speed only"
+        assert verdict.text.endswith("; they read different data")
+
     @pytest.mark.parametrize(("steps", "axis"), [(40, "step"), (50, "elapsed_s")])
     def test_a_page_of_different_trainings_opens_by_time(self, tmp_path: Path, steps: int, axis: str) -> None:
         runs = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=steps)])

@@ -118,15 +118,20 @@ def _rate(row: BenchRow) -> float:
     return row.get("rows_per_s") or row.get("tokens_per_s", 0.0)
 
 
+def page_of(out: Path, what: str, facts: MachineFacts) -> Path:
+    """The page that a benchmark on this machine writes today; its JSON lies beside it."""
+    name = re.sub(r"[^a-z0-9]+", "-", hardware_here(facts, None).title.lower()).strip("-")
+    return out / f"{what}_{name}_{time.strftime('%Y%m%d')}.md"
+
+
 def write(out: Path, what: str, facts: MachineFacts, results: dict[str, Any], lines: Sequence[str]) -> Path:
     """Write the results as JSON, with the machine, and as a page; returns the page's path."""
-    name = re.sub(r"[^a-z0-9]+", "-", hardware_here(facts, None).title.lower()).strip("-")
-    base = out / f"{what}_{name}_{time.strftime('%Y%m%d')}"
+    page = page_of(out, what, facts)
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"machine": asdict(facts), **results}, indent=1)
-    write_atomic(base.with_suffix(".json"), text + "\n")
-    write_atomic(base.with_suffix(".md"), "\n".join(lines) + "\n")
-    return base.with_suffix(".md")
+    write_atomic(page.with_suffix(".json"), text + "\n")
+    write_atomic(page, "\n".join(lines) + "\n")
+    return page
 
 
 # ---- benchmarks of one work ----
@@ -235,8 +240,10 @@ def _speeds(results: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
     rows: list[tuple[str, BenchRow]] = []
     for entry in results.get("results", ()):
         recipe, plan = entry["recipe"], entry["plan"]
-        tokens = recipe["train"]["batch_size"] * recipe["data"]["seq_len"]
-        work = f"{recipe['name']} {plan['precision']['value']}, {tokens:,} tokens per update,"
+        train, flops = recipe["train"], plan["prediction"]["flops_per_token"] / 1e6
+        tokens = train["batch_size"] * recipe["data"]["seq_len"]
+        update = f"{tokens:,} tokens of {flops:,.3f} MFLOP per update with {train['optimizer']},"
+        work = f"{recipe['name']} {plan['precision']['value']}, {update}"
         for arm, row in entry["arms"].items():
             named = row.get("speeds") or {arm: row}
             rows += [(f"{work} {name}", {"row": name, **speed}) for name, speed in named.items()]

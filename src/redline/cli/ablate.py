@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from redline.cli.options import name_of, print_json, recipe_of, status, tokenise
-from redline.cli.tune import judge_of
+from redline.cli.tune import judge_of, of_quality
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError
 from redline.machine.facts import MachineFacts, read_facts, software_key
@@ -51,6 +51,7 @@ def run(options: argparse.Namespace) -> None:
     only = [name.strip() for name in (options.only or "").split(",") if name.strip()]
     if options.only and not only:
         raise ConfigError(f"--only {options.only!r} names no entry: `redline optimizations` lists them")
+    of_quality(options)
     recipe, facts = recipe_of(options), read_facts()
     name = name_of(options, recipe)
     folder = options.out or Path("runs") / "-".join(["ablate", name.replace("/", "-"), *only])
@@ -87,7 +88,12 @@ def run(options: argparse.Namespace) -> None:
         print(f"written to {folder / 'ablation.json'}; `redline report {folder}` draws it")
     if left := sum(row.outcome == "not run" for row in rows):
         short = f"because {options.minutes:g} min were not enough"
-        status(f"not run: {left} of {len(rows)} rows, {short}; run the same command again to continue")
+        again = (
+            "run the same command again to continue"
+            if any(row.tokens_per_s for row in rows)
+            else "give more --minutes"
+        )
+        status(f"not run: {left} of {len(rows)} rows, {short}; {again}")
 
 
 def _where(options: argparse.Namespace, hardware: Hardware, facts: MachineFacts, recipe: Recipe) -> str:
@@ -95,9 +101,7 @@ def _where(options: argparse.Namespace, hardware: Hardware, facts: MachineFacts,
     given = [options.recipe, *(part for override in options.set for part in ("--set", override))]
     given += ["--only", options.only] if options.only else []
     given += ["--minutes", f"{options.minutes:g}", "--block-seconds", f"{options.block_seconds:g}"]
-    if options.quality:
-        given += ["--quality", "--seeds", str(options.seeds), "--seconds", f"{options.seconds:g}"]
-        given += ["--margin", f"{options.margin:g}"] if options.margin else []
+    given += ["--quality", *of_quality(options)] if options.quality else []
     return (
         f"Made by `redline ablate {shlex.join(given)}` on {time.strftime('%Y-%m-%d')}: {hardware.title};"
         f" {versions}; fingerprint {recipe.fingerprint}. Ratios: speed with the change over speed without it, on top"

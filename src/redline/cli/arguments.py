@@ -54,8 +54,8 @@ MODEL                a run folder, a checkpoint, a Hugging Face folder, a .gguf 
 """,
     "QUALITY": """
 --quality           keep only what trains equally well, by validation loss (RFT and RL: accuracy) after short runs
---seeds N           runs per arm, for --quality (default 3)
---seconds SECONDS   length of a pre-training run without the change (default 60); other workloads run to their end
+--seeds N           runs per arm, for --quality (default: 3)
+--seconds SECONDS   length of a pre-training run without the change (default: 60); other workloads run to their end
 --margin NUMBER     how much worse a change may score (default: 0.01 in loss, 0.05 in accuracy)
 """,
     "ON_RAY": """

@@ -15,8 +15,9 @@ import argparse
 import importlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from redline.bench.results import recorded, slower
+from redline.bench.results import page_of, recorded, slower
 from redline.cli.options import ceilings_of, status
 from redline.config.load import load_recipe
 from redline.errors import ConfigError, MachineError
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     if wrong := [arm for arm in options.arm if arm not in known]:
         raise ConfigError(f"--arm must be one of {', '.join(known)}, got {wrong[0]!r}")
     against = getattr(options, "against", None)
-    before = recorded(against, read_facts()) if against else None
+    before = _recorded(options, against) if against else None
     path = _train(options) if options.verb == "train" else _measure(options)
     print(path.read_text(encoding="utf-8"))
     print(f"written to {path} and {path.with_suffix('.json')}")
@@ -80,6 +81,14 @@ def run(options: argparse.Namespace) -> int:
     for why in worse:
         status(f"slower than {against}: {why}")
     return 1 if worse else 0
+
+
+def _recorded(options: argparse.Namespace, against: Path) -> dict[str, Any]:
+    facts, quick = read_facts(), "-quick" if getattr(options, "quick", False) else ""
+    page = page_of(options.out, f"{options.verb}{quick}", facts)
+    if against.resolve() == page.with_suffix(".json").resolve():
+        raise ConfigError(f"{against} is the file this benchmark writes: give another --out")
+    return recorded(against, facts)
 
 
 def _train(options: argparse.Namespace) -> Path:

@@ -9,20 +9,19 @@ If it is killed, run the same command again: finished runs are kept. FOLDER/repo
 """
 
 import argparse
-import re
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 from redline.cli.options import ceilings_of, print_json, status, tokenise
 from redline.config.load import load_recipe
-from redline.errors import ConfigError
+from redline.errors import ConfigError, TrainingError
 from redline.machine.facts import read_facts
 from redline.record.units import DASH
 from redline.report.grid import Grid, Output
 from redline.report.page import write_page
 from redline.report.view import views
-from redline.tune import race
+from redline.tune import gate, race
 
 ARGUMENTS = """
 RECIPE...                  shipped recipes or .toml files; RECIPE@TABLE.KEY=VALUE is a variant of one
@@ -41,14 +40,18 @@ WIDEST_NAME = 30
 
 def run(options: argparse.Namespace) -> int:
     sets = list(options.set)
-    sets += [f"train.target_loss={options.target:g}"] if options.target else []
+    sets += [f"train.target_loss={options.target!r}"] if options.target else []
     sets += [f"train.max_hours={options.seconds / 3600!r}"] if options.seconds else []
     arms = [_arm(text, sets) for text in options.recipe]
     race.check(arms)
     facts, result_here = read_facts(), (options.out / race.RESULT).resolve()
     if options.against and options.against.resolve() == result_here:
         raise ConfigError(f"{options.against} is the file this race writes: give another --out")
-    before = race.recorded(options.against, arms, facts, options.seeds) if options.against else None
+    before = gate.recorded(options.against, arms, facts, options.seeds) if options.against else None
+    for name in gate.changed(arms, before) if before else ():
+        status(
+            f"{name} has another fingerprint in {options.against}: the recipe has changed, or what recipes say"
+        )
     ceilings_of(facts)  # otherwise the first run's start-up would include measuring them
     tokenise(arms[0].recipe)
     result = race.race(
@@ -61,13 +64,15 @@ def run(options: argparse.Namespace) -> int:
     )
     if runs := [run for arm in arms if (run := arm.place(options.out, 0)).exists()]:
         write_page(views(runs), options.out / "report.html")
-    slower = race.slower_than(result, before) if before else []
+    slower = gate.slower_than(result, before) if before else []
     if options.json:
         print_json({**asdict(result), "slower": slower})
     else:
         _print(result, options.out)
     for why in slower:
         status(f"slower than {options.against}: {why}")
+    if not slower and not any(lane.curves for lane in result.lanes):
+        raise TrainingError(f"no run of the race finished: {result.lanes[0].failed[0]}")
     return 1 if slower else 0
 
 
@@ -76,10 +81,9 @@ def _arm(text: str, sets: list[str]) -> race.Arm:
     if bad := [part for part in own if "=" not in part]:
         raise ConfigError(f"a variant is RECIPE@TABLE.KEY=VALUE, got {bad[0]!r} in {text!r}")
     recipe = load_recipe(name, [*sets, *own], say=status)
-    if not recipe.model.is_shaped:
+    if recipe.workload == "pretrain" and not recipe.model.is_shaped:
         raise ConfigError(f"{name}: a race needs the model's shape: give [model] in the recipe")
-    label = "@".join([name.removesuffix(".toml"), *own])
-    return race.Arm(re.sub(r"[^\w.=+-]+", "-", label).strip("-."), recipe)
+    return race.Arm("@".join([name.removesuffix(".toml"), *own]), recipe)
 
 
 def _print(result: race.Result, folder: Path) -> None:
@@ -98,6 +102,8 @@ def _print(result: race.Result, folder: Path) -> None:
     for name, lane in zip(names, result.lanes, strict=True):
         losses = ", ".join(f"{loss:.4f}" for loss in lane.lowest)
         start = ", ".join(f"{start_up_s:.1f}" for start_up_s in lane.start_up_s)
+        apart = race.ends_apart(result.lanes[0], lane) if lane is not result.lanes[0] else ""
+        losses += f", against the first {apart}" if apart else ""
         ended = f"lowest losses {losses}; start-up {start} s" if lane.curves else "no run finished"
         print(f"{name}: {ended}")
         for why in lane.failed:
@@ -106,6 +112,6 @@ def _print(result: race.Result, folder: Path) -> None:
     unknown = " ≤: reached by the first validation, so the exact time is not known." if early else ""
     out.print(
         "Median of the seeds [lowest, highest]; seconds since the command, validations included; net: without start-up;"
-        f" speed-up against the first recipe, 90 % interval.{unknown}{'' if measured else ' No joules: no GPU counts them here.'}"
+        f" speed-ups and differences against the first recipe have 90 % intervals.{unknown}{'' if measured else ' No joules: no GPU counts them here.'}"
     )
     print(f"written to {folder / race.RESULT}; the curves of the first seed: {folder / 'report.html'}")

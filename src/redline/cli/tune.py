@@ -17,6 +17,7 @@ from pathlib import Path
 
 from redline.cli.options import ceilings_of, print_json, recipe_of, status, tokenise, verb_of
 from redline.cli.plan import make
+from redline.errors import ConfigError
 from redline.machine.facts import MachineFacts, read_facts, software_key
 from redline.measure.statistics import FEWEST_BLOCKS
 from redline.measure.trial import TrialFolder
@@ -36,8 +37,12 @@ ARGUMENTS = """
 @JSON
 """
 
+SEEDS, SECONDS = 3, 60.0
+"""The defaults of --quality, which its help names."""
+
 
 def run(options: argparse.Namespace) -> None:
+    of_quality(options)
     recipe, facts = recipe_of(options), read_facts()
     if options.out:  # what can be refused before anything is measured
         check_folder(options.out, recipe)
@@ -63,9 +68,18 @@ def judge_of(options: argparse.Namespace, folder: Path, facts: MachineFacts) -> 
     if not options.quality:
         return None
     return Judge(
-        folder=folder, facts=facts, seeds=options.seeds, seconds=options.seconds, margin=options.margin,
-        train=partial(train_in_process, progress=status), progress=status,
+        folder=folder, facts=facts, seeds=options.seeds or SEEDS, seconds=options.seconds or SECONDS,
+        margin=options.margin, train=partial(train_in_process, progress=status), progress=status,
     )  # fmt: skip
+
+
+def of_quality(options: argparse.Namespace) -> list[str]:
+    """The options that say how to judge, as they were given; refused without --quality, where they do nothing."""
+    given = {f"--{name}": getattr(options, name) for name in ("seeds", "seconds", "margin")}
+    told = [part for name, value in given.items() if value is not None for part in (name, f"{value:g}")]
+    if told and not options.quality:
+        raise ConfigError(f"{told[0]} does nothing without --quality: add that, or leave it out")
+    return told
 
 
 def train_command(options: argparse.Namespace, workload: str = "pretrain") -> str:

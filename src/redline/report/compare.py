@@ -1,7 +1,7 @@
 """Whether runs can be compared, and the ratio of their speeds. No torch.
 
-Losses are comparable if the trainings are the same (one fingerprint); validation losses of different recipes, if data,
-tokenizer and validation set are the same. Speeds are comparable if the work of an update is the same,
+Losses are comparable if the trainings are the same (one fingerprint, the same tokens); validation losses of different
+recipes, if data, tokenizer and validation set are the same. Speeds are comparable if the work of an update is the same,
 on the same hardware. Different plans are no obstacle: they are what is being compared.
 """
 
@@ -55,38 +55,39 @@ def _level(runs: list[Run]) -> tuple[Level, str]:
         {"hardware": run.hardware.get("title"), "processes": run.plan.get("world_size")}
         for run in runs
     ])  # fmt: skip
+    same_data = len({event.get("data") for run in runs for event in run.told("start")} - {None}) < 2
     if None in trainings:
         return "no", "a run without a recipe does not say what it computes"
-    if len(trainings) == 1 and elsewhere:
+    if len(trainings) == 1 and same_data and elsewhere:
         return "loss only", f"the same training ran on different hardware ({'; '.join(elsewhere)})"
-    if len(trainings) == 1:
+    if len(trainings) == 1 and same_data:
         return "yes", "the same training (one fingerprint) on the same hardware"
     if _tested_alike(runs):
         return "accuracy only", "the runs are tested in the same way but train on different samples"
     same_work = len(works) == 1 and None not in works and not elsewhere
     same = "the work of an update is the same, on the same hardware"
-    if _validated_alike(runs):
+    if same_data and _validated_alike(runs):
         across = (
             "the recipes differ, but data, tokenizer and validation set are the same: this compares the validation losses"
             " of different recipes, at equal time or tokens"
         )
+        if silent := [run.label for run in runs if not values(run.metrics, "valid_loss")]:
+            across += f"; without a validation, so not compared: {', '.join(silent)}"
         other = "an update does other work, so tokens/s say nothing (time to a loss does)"
         return ("yes", f"{across}; {same}") if same_work else ("loss only", f"{across}; {other}")
     if same_work:
-        return "speed only", f"{same}; the trainings differ"
+        return "speed only", f"{same}; {'the trainings differ' if same_data else 'they read different data'}"
     return "no", "the runs compute different things: neither speeds nor losses say which is better"
 
 
 def _validated_alike(runs: list[Run]) -> bool:
-    """Whether these are pre-training runs that were validated on the same tokens."""
-    recipes = [run.typed for run in runs]
-    read = {event.get("data") for run in runs for event in run.told("start")} - {None}
-    if len(read) > 1 or not all(values(run.metrics, "valid_loss") for run in runs):
-        return False
-    first = recipes[0]
-    return first is not None and all(
-        recipe is not None and recipe.workload == "pretrain" and not unlike_data(first, recipe)
-        for recipe in recipes
+    """Whether these are pre-training runs whose recipes name the same data and validation set, and two or more validated."""
+    first, *others = [run.typed for run in runs]
+    return (
+        sum(bool(values(run.metrics, "valid_loss")) for run in runs) > 1
+        and first is not None
+        and first.workload == "pretrain"
+        and all(other is not None and not unlike_data(first, other) for other in others)
     )
 
 

@@ -38,7 +38,7 @@ from redline.tune.guard import guard, guard_logprobs
 from redline.tune.quality import Judge, Quality
 
 Stage = Literal["baseline", "one by one", "second try", "all", "leave one out"]
-OUT_OF_TIME = "out of time; run the same command again to continue"
+OUT_OF_TIME = "out of time; run the same command again, or with more --minutes if that gets no further"
 PUT_OFF = "not decided in its share of the time; run the same command again with more --minutes"
 BASELINE_BLOCKS = 2
 """Blocks of the first state alone: every comparison measures it again."""
@@ -267,7 +267,7 @@ class _Waterfall:
         row = replace(self._compared(row, pair, candidate, runs=self.runs), numerics=numerics)
         wins = passed and row.verdict in ("faster", RUNS)
         if self.judge and row.outcome == "ok" and (wins or entry.change):
-            row = replace(row, quality=self._quality(self.judge, entry, candidate))
+            row = replace(row, quality=self._quality(self.judge, entry, candidate, pair.before))
             wins = row.quality.passed if row.quality else wins
         if not wins:
             if row.verdict == "slower" or row.outcome != "ok":
@@ -284,12 +284,17 @@ class _Waterfall:
             return dict(entry.on)
         return {CHANGES: (*self.state.get(CHANGES, ()), entry.name)}
 
-    def _quality(self, judge: Judge, entry: catalogue.Optimization, candidate: Switches) -> Quality | None:
-        """What the state before and the candidate train to; None if no plan value differs, as with padding."""
+    def _quality(
+        self, judge: Judge, entry: catalogue.Optimization, candidate: Switches, now: Measurement
+    ) -> Quality | None:
+        """What the state before (which is `now` as fast) and the candidate train to; None if no plan value differs, as with
+        padding."""
         if self.sound is None:
             return None
         assert isinstance(self.arms, UpdateArms), "generation is no training"
-        state, tokens_per_s = (self.state, self.sound[1]) if entry.change else self.sound
+        state, tokens_per_s = self.sound
+        if entry.change:
+            state, tokens_per_s = self.state, now.tokens_per_s if now.outcome == "ok" else tokens_per_s
         before, after = self.arms.plan(state), self.arms.plan(candidate)
         try:
             if entry.change:

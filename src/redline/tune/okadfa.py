@@ -74,7 +74,7 @@ class Row:
     losses: list[float]
     """Validation loss at the end, one for each seed that did not diverge."""
     curve: list[tuple[int, float]]
-    """Tokens and mean validation loss, validation by validation."""
+    """Tokens and mean validation loss, validation by validation, until the first seed ended (early, by the clock)."""
     tokens: int
     seconds: float
     """Training time of a run, the median of the seeds."""
@@ -150,7 +150,7 @@ def _row(
     validated = [[line for line in run.metrics if "valid_loss" in line] for run in runs]
     curve = [
         (lines[0]["tokens"], statistics.fmean(line["valid_loss"] for line in lines))
-        for lines in zip(*validated, strict=True)
+        for lines in zip(*validated, strict=False)
     ]
     return Row(
         name=arm.name,

@@ -21,7 +21,7 @@ from typing import Literal
 
 from redline.config.load import to_toml
 from redline.config.recipe import PlanPins, Recipe, fingerprint_of
-from redline.errors import ConfigError, Say
+from redline.errors import Say
 from redline.machine.facts import MachineFacts
 from redline.measure.statistics import MarginVerdict, paired, pairs_to_tell, within
 from redline.plan.plan import PLANNED, Plan, save
@@ -34,6 +34,10 @@ VALIDATIONS = 20
 """Validations of a timed run whose recipe asks for none: a time to a loss lies between two of them."""
 WARM_UPS = ("warmup_steps", "muon_warmup_steps", "orthogonality_warmup_steps", "length_ramp_steps")
 """Numbers of initial updates that shrink with the run."""
+HELD_OUT_NOTHING = (
+    "the run held nothing out: give the recipe validation data (data.valid_fraction, for RFT test.rows, for RL"
+    " train.eval_every)"
+)
 Figure = Literal["loss", "accuracy", "seconds to the loss"]
 Trained = tuple[Recipe, Plan]
 
@@ -81,8 +85,8 @@ class Quality:
             faster = [math.exp(-value) for value in (worse_by, high, low)]
             return f"{faster[0]:.2f}x [{faster[1]:.2f}, {faster[2]:.2f}]"
         sign = 1 if self.figure == "loss" else -1  # more accuracy is better
-        low, high = sorted((sign * low, sign * high))
-        return f"{sign * worse_by:+.4f} [{low:+.4f}, {high:+.4f}]"
+        low, mean, high = sorted(sign * value + 0.0 for value in (low, worse_by, high))  # + 0.0: no -0.0
+        return f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +118,9 @@ class Judge:
                 note = f"seed {seed} failed: {second}"
                 return Quality(figure=figure, verdict="worse", margin=margin, note=note)
             pairs.append((first, second))
+        if figure == "accuracy" and not any(first for first, _ in pairs):
+            note = "no answer was correct before the change, so none can be lost"
+            return Quality(figure=figure, verdict="cannot tell", margin=margin, note=note)
         return _judged(figure, pairs, margin)
 
     def other_training(self, before: Trained, after: Trained, tokens_per_s: float) -> Quality:
@@ -152,7 +159,7 @@ class Judge:
         whole = max(1, int(min(train.steps, by_clock)))
         steps = max(1, min(whole, int(self.seconds * updates_per_s)))
         warm = {name: min(steps, math.ceil(getattr(train, name) * steps / whole)) for name in WARM_UPS}
-        return replace(recipe, train=replace(train, steps=steps, max_hours=None, **warm))
+        return replace(recipe, train=replace(train, steps=steps, max_hours=None, early_stop_evals=0, **warm))
 
     def _timed(self, recipe: Recipe, tokens_per_s: float) -> Recipe:
         """A run that ends after this time, and validates often enough to say when it reached a loss."""
@@ -164,8 +171,9 @@ class Judge:
         return replace(recipe, train=train)
 
     def _arm(self, recipe: Recipe, plan: Plan) -> Arm:
-        """Named by what it computes and how, so that no arm trains twice; the plan holds the pins."""
-        recipe = replace(recipe, plan=PlanPins())
+        """Named by what it computes and how, so that no arm trains twice; the plan holds the pins. Runs that end at a loss
+        would all end equal."""
+        recipe = replace(recipe, plan=PlanPins(), train=replace(recipe.train, target_loss=None))
         what = [to_toml(recipe), {name: getattr(plan, name) for name in PLANNED}]
         name = fingerprint_of(what)[:12]
         path = self.folder / f"{name}.plan.json"
@@ -179,12 +187,8 @@ class Judge:
         if isinstance(found, str):
             return found
         self._forget_weights(arm)
-        if (value := final(found)) is None:
-            raise ConfigError(
-                f"{arm.recipe.name} holds nothing out, so there is no quality to compare: give it validation data"
-                " (data.valid_fraction, for RFT test.rows, for RL train.eval_every)"
-            )
-        return value
+        value = final(found)
+        return HELD_OUT_NOTHING if value is None else value
 
     def _forget_weights(self, arm: Arm) -> None:
         """Delete the checkpoints: gigabytes that nobody needs once a run has its figure."""
@@ -203,11 +207,7 @@ def final(run: Run) -> float | None:
 
 
 def _judged(figure: Figure, pairs: Sequence[tuple[float, float]], margin: float) -> Quality:
-    worse_by = {
-        "loss": [b - a for a, b in pairs],
-        "accuracy": [a - b for a, b in pairs],
-        "seconds to the loss": [math.log(b / a) for a, b in pairs],
-    }[figure]
+    worse_by = [_worse_by(figure, before, after) for before, after in pairs]
     found = paired(worse_by)
     ends = (found.low, found.high) if len(pairs) > 1 else (None, None)
     return Quality(
@@ -215,3 +215,9 @@ def _judged(figure: Figure, pairs: Sequence[tuple[float, float]], margin: float)
         after=tuple(b for _, b in pairs), worse_by=found.mean, low=ends[0], high=ends[1], margin=margin,
         seeds_to_tell=pairs_to_tell(worse_by, margin),
     )  # fmt: skip
+
+
+def _worse_by(figure: Figure, before: float, after: float) -> float:
+    if figure == "seconds to the loss":
+        return math.log(after / before)
+    return after - before if figure == "loss" else before - after

@@ -16,6 +16,7 @@ its time would not be that of an unbroken run. What a figure means:
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -23,19 +24,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from redline.config.differences import data_of, unlike_data
-from redline.config.load import build, from_toml, to_toml
+from redline.config.load import from_toml, to_toml
 from redline.config.recipe import Recipe, fingerprint_of
 from redline.errors import ConfigError, MachineError, RedlineError, Say, StorageError
 from redline.launch.processes import ERROR, LAUNCHER, PROGRAM
-from redline.machine.facts import MachineFacts, same_kind
-from redline.measure.statistics import APART_SPREAD, difference
-from redline.record.files import read_json, write_atomic
+from redline.machine.facts import MachineFacts
+from redline.measure.statistics import difference
+from redline.record.files import write_atomic
 from redline.record.read import Line, Run, metrics_path, number, read_run
 from redline.record.run import read_lines
 from redline.record.units import DASH, format_duration
@@ -58,10 +59,11 @@ class Arm:
     plan: Path | None = None
 
     def place(self, folder: Path, seed: int) -> Path:
-        """The folder of a run. If the name is too long for one, its beginning and a hash of all of it."""
-        name, long = self.name, self.name.encode()
-        if len(long) > LONGEST_NAME:
-            tail = f"-{fingerprint_of(name)[:8]}"
+        """The folder of a run: the name without what a folder's cannot have. If it is too long, its beginning and a hash of
+        all of it."""
+        name = re.sub(r"[^\w.=+-]+", "-", self.name).strip("-.")
+        if len(long := name.encode()) > LONGEST_NAME:
+            tail = f"-{fingerprint_of(self.name)[:8]}"
             name = long[: LONGEST_NAME - len(tail)].decode(errors="ignore") + tail
         return folder / f"{name}-seed-{seed}"
 
@@ -114,6 +116,10 @@ class Result:
     seeds: int
     rungs: tuple[float, ...]
     lanes: tuple[Lane, ...]
+    tokens: str | None = None
+    """Fingerprint of the data that all runs trained and validated on."""
+    note: str = ""
+    """What whoever publishes the file adds to it."""
 
 
 def race(
@@ -123,6 +129,7 @@ def race(
     check(arms)
     failed: dict[str, list[str]] = {arm.name: [] for arm in arms}
     runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
+    finished: list[Run] = []
     todo = [(arm, seed) for seed in range(seeds) for arm in arms]
     for place, (arm, seed) in enumerate(todo, 1):
         progress(f"{arm.name}, seed {seed} ({place} of {len(todo)})")
@@ -132,6 +139,8 @@ def race(
             progress(f"  failed: {found}")
         else:
             runs[arm.name].append(found)
+            finished.append(found)
+            _check_alike(finished[0], found)
             last = curve_of(found)[-1]
             progress(f"  validation loss {last.loss:.4f} after {last.seconds:.0f} s")
     lanes = tuple(
@@ -146,8 +155,9 @@ def race(
         for arm in arms
     )
     result = Result(
-        machine=asdict(facts), data=data_of(arms[0].recipe), seeds=seeds, rungs=ladder(lanes), lanes=lanes
-    )
+        machine=asdict(facts), data=data_of(arms[0].recipe), seeds=seeds, rungs=ladder(lanes), lanes=lanes,
+        tokens=_tokens(finished[0]) if finished else None,
+    )  # fmt: skip
     write_atomic(folder / RESULT, json.dumps(asdict(result), indent=1) + "\n")
     return result
 
@@ -166,8 +176,23 @@ def check(arms: Sequence[Arm]) -> None:
                 f"{first.name} and {arm.name} cannot race: their losses are on different data or validation sets:"
                 f" {shown}; make them equal, for all recipes with --set"
             )
-    if len({arm.name for arm in arms}) < len(arms):
+    if len({arm.place(Path(), 0) for arm in arms}) < len(arms):
         raise ConfigError(f"two recipes of the race are the same: {', '.join(arm.name for arm in arms)}")
+
+
+def _check_alike(first: Run, last: Run) -> None:
+    """Refuse a run kept from another machine, or from before the data changed: its times or losses do not compare."""
+    for what, of in (("hardware", lambda run: run.hardware.get("title")), ("tokens", _tokens)):
+        if of(first) != of(last):
+            raise StorageError(
+                f"{first.path} and {last.path} ran on different {what} ({of(first)} and {of(last)}): delete the older"
+                " one and run the same command again, or give another folder with --out"
+            )
+
+
+def _tokens(run: Run) -> str | None:
+    """The fingerprint of the data that a run read."""
+    return next((event.get("data") for event in run.told("start")), None)
 
 
 def trained(arm: Arm, folder: Path, seed: int, train: Train, *, resume: bool = False) -> Run | str:
@@ -203,12 +228,12 @@ def train_in_process(
     environment = {**os.environ, LAUNCHER: str(os.getpid())}
     with _told(run, progress):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    if not done.returncode:
+        return None
     last = (done.stderr.strip().splitlines() or [""])[-1]
-    if done.returncode and not last.startswith(ERROR):
-        raise MachineError(
-            f"`redline {' '.join(verb)} {recipe}` ended with exit code {done.returncode}: {last}"
-        )
-    return last.removeprefix(ERROR) if done.returncode else None
+    if last.startswith(ERROR):
+        return last.removeprefix(ERROR)
+    return f"`redline {' '.join(verb)}` ended with exit code {done.returncode}: {last}"
 
 
 @contextmanager
@@ -252,9 +277,15 @@ def curve_of(run: Run) -> tuple[Point, ...]:
     for line in run.metrics:
         if (loss := number(line.get("valid_loss"))) is not None:
             seconds = before_loop_s + line["elapsed_s"]
-            joules = float(np.interp(line["elapsed_s"], clock_s, energy_j)) if metered else None
+            joules = _joules(clock_s, energy_j, line["elapsed_s"]) if metered else None
             curve.append(Point(loss, seconds, seconds - start_up_s, line["tokens"], joules))
     return tuple(curve)
+
+
+def _joules(clock_s: Sequence[float], energy_j: Sequence[float], at_s: float) -> float:
+    """In a straight line between readings; beyond the last, which may be a second old, at the mean power so far."""
+    beyond_s = max(0.0, at_s - clock_s[-1])
+    return float(np.interp(at_s, clock_s, energy_j)) + beyond_s * energy_j[-1] / clock_s[-1]
 
 
 def _to_first_update_s(run: Run) -> float:
@@ -295,12 +326,14 @@ def ladder(lanes: Sequence[Lane]) -> tuple[float, ...]:
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
     rounds = [round(step * n, 6) for n in range(math.ceil(bottom / step), math.floor(top / step) + 1)]
-    ends = [_last(lane) for lane in lanes if lane.curves]
+    ends = [lowest_of_all(lane) for lane in lanes if lane.curves]
     targets = [lane.target for lane in lanes if lane.target is not None]
-    return tuple(sorted({*rounds, *ends, *targets}, reverse=True))
+    # below its target a run says nothing: it ended there
+    floor = min(targets) if len(targets) == len(lanes) else -math.inf
+    return tuple(sorted((rung for rung in {*rounds, *ends, *targets} if rung >= floor), reverse=True))
 
 
-def _last(lane: Lane) -> float:
+def lowest_of_all(lane: Lane) -> float:
     """The loss that all of its seeds reached, rounded up."""
     return math.ceil(max(lane.lowest) * 1000) / 1000
 
@@ -351,66 +384,17 @@ def speed_up(base: Lane, other: Lane, loss: float) -> str:
     return f"{sign}{math.exp(found.mean):.2f}x [{math.exp(found.low):.2f}, {math.exp(found.high):.2f}]"
 
 
+def ends_apart(base: Lane, other: Lane) -> str:
+    """How much higher the second ends than the first, with a 90 % interval over the seeds; empty if either has no run."""
+    if not base.curves or not other.curves:
+        return ""
+    found = difference(base.lowest, other.lowest)
+    if found.low == -math.inf:
+        return f"{found.mean:+.4f} (one seed: no interval)"
+    return f"{found.mean:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
+
+
 def _spread(values: Sequence[float], form: str) -> str:
     middle = form.format(median(values))
     lowest, highest = form.format(min(values)), form.format(max(values))
     return middle if lowest == highest else f"{middle} [{lowest}, {highest}]"
-
-
-# ---- the gate ----
-
-
-def recorded(path: Path, arms: Sequence[Arm], facts: MachineFacts, seeds: int) -> Result:
-    """A recorded race; refuses one that these arms cannot be compared with, before they train for hours."""
-    found = read_json(path, dict, error=ConfigError)
-    try:
-        before = build(Result, found, where="the file")
-    except ConfigError as error:
-        raise ConfigError(
-            f"{path} is not the race.json of a race ({error}): give one with --against"
-        ) from error
-    if not same_kind(before.machine, asdict(facts)):
-        raise ConfigError(f"{path} was made on another kind of machine: record one here first")
-    if before.data != data_of(arms[0].recipe):
-        raise ConfigError(
-            f"{path} used other data or another validation set: record a race on this one first"
-        )
-    names = {arm.name for arm in arms}
-    both = [lane for lane in before.lanes if lane.curves and lane.name in names]
-    if not both:
-        raise ConfigError(f"{path} holds none of these recipes: give the record of a race between them")
-    if (fewest := min(seeds, *(len(lane.curves) for lane in both))) < 2:
-        raise ConfigError(
-            f"--against compares over seeds: give at least 2 here and in {path}, got {fewest}: give --seeds 3, or record again"
-        )
-    return before
-
-
-def slower_than(result: Result, before: Result) -> list[str]:
-    """The recipes slower than in the recorded race, beyond the interval over the seeds."""
-    then = {lane.name: lane for lane in before.lanes if lane.curves}
-    both = [(lane, then[lane.name]) for lane in result.lanes if lane.name in then]
-    return [why for pair in both if (why := _slower(*pair))]
-
-
-def _slower(now: Lane, then: Lane) -> str:
-    """Why a lane is slower, judged at the target or the lowest loss that all seeds of the record reached. The worst of a
-    few seeds ends higher than that every other time, so seeds that do not get there are judged by their losses, and at
-    the lowest loss that all of both reached."""
-    if len(now.failed) > len(then.failed) or len(now.curves) < 2:
-        shares = [f"{len(lane.failed)} of {lane.seeds}" for lane in (now, then)]
-        return f"{now.name} failed with {shares[0]} seeds; recorded {shares[1]}"
-    goal = max(_last(then), then.target or 0.0)
-    higher = difference(then.lowest, now.lowest)
-    if len(now.at(goal)) < len(now.curves) and higher.low > 0:
-        losses = [fmean(lane.lowest) for lane in (now, then)]
-        by = f"{higher.mean:.4f}, at least {higher.low:.4f}, higher"
-        return f"{now.name} gets to a loss of {losses[0]:.4f}; recorded {losses[1]:.4f} ({by})"
-    loss = max(goal, _last(now))
-    before, here = ([math.log(point.seconds) for point in lane.at(loss)] for lane in (then, now))
-    found = difference(before, here)
-    if found.low <= math.log1p(APART_SPREAD):
-        return ""
-    took_s, recorded_s = (math.exp(fmean(logs)) for logs in (here, before))
-    ratio = f"{math.exp(found.mean):.2f}x, at least {math.exp(found.low):.2f}x"
-    return f"{now.name} takes {took_s:.1f} s to a loss of {loss:g}; recorded {recorded_s:.1f} s ({ratio})"
