@@ -26,7 +26,7 @@ def _from_asserts(body: list[ast.stmt], setup: str) -> str:
             case ast.Assert(test=test):
                 call, value = _halves(test)
                 calls.append(ast.unparse(call))
-                values.append(repr(value_of(value)))
+                values.append(_written(value_of(value)))
             case ast.FunctionDef(args=ast.arguments(args=names), body=inner) if len(names) < 2:
                 inside = json.loads(_from_asserts(inner, ""))
                 calls, values = calls + inside["calls"], values + inside["values"]
@@ -55,6 +55,20 @@ def _halves(test: ast.expr) -> tuple[ast.expr, ast.expr]:
         case ast.Call() | ast.UnaryOp(op=ast.Not()):
             return ast.Call(ast.Name("bool"), [test], []), ast.Constant(True)
     raise ValueError(f"not a comparison: {ast.unparse(test)[:80]}")
+
+
+def _written(value: Any) -> str:
+    """The repr of a value, with sets in order: their own changes from process to process, and a question must not."""
+    match value:
+        case set() if value:
+            return f"{{{', '.join(sorted(map(_written, value)))}}}"
+        case list():
+            return f"[{', '.join(map(_written, value))}]"
+        case tuple():
+            return f"({', '.join(map(_written, value))}{',' * (len(value) == 1)})"
+        case dict():
+            return f"{{{', '.join(f'{key!r}: {_written(held)}' for key, held in value.items())}}}"
+    return repr(value)
 
 
 def value_of(expression: ast.expr) -> Any:
