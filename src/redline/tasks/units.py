@@ -190,10 +190,6 @@ def _family(source: str, target: str) -> str | None:
 
 @functools.cache
 def _patterns() -> list[re.Pattern[str]]:
-    groups = {r"\{n\}": r"(?P<n>\d{1,9})", r"\{a\}": "(?P<a>.+?)", r"\{b\}": "(?P<b>.+?)"}
-    return [
-        re.compile(
-            functools.reduce(lambda text, name: text.replace(name, groups[name]), groups, re.escape(t))
-        )
-        for t in TEMPLATES
-    ]
+    groups = {"n": r"(?P<n>\d{1,9})", "a": "(?P<a>.+?)", "b": "(?P<b>.+?)"}
+    escaped = (re.escape(template).replace(r"\{", "{").replace(r"\}", "}") for template in TEMPLATES)
+    return [re.compile(text.format(**groups)) for text in escaped]
