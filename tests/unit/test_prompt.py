@@ -9,6 +9,7 @@ from rft_model import CHAT_TEMPLATE, CONFIG
 
 from redline.config.recipe import PromptConfig
 from redline.data.tokenizer import Tokenizer, train_bpe
+from redline.engine import template
 from redline.engine.prompt import answer_text, ask, end_id, stop_ids
 from redline.engine.template import fill
 from redline.errors import ConfigError, DataError
@@ -120,3 +121,20 @@ def test_a_template_that_does_not_end_is_ended_and_the_next_one_is_rendered(monk
     with pytest.raises(DataError, match="it took more than 1 s"):
         fill(template)
     assert fill("{{ a }}", a="next") == "next"
+
+
+def test_a_prompt_after_an_interrupted_one_is_its_own():
+    """Ctrl-C comes while the process has the first prompt."""
+    assert fill("{{ a }}", a="before") == "before"
+    process = template._process
+    assert process is not None
+
+    class Interrupted:
+        def readline(self) -> str:
+            raise KeyboardInterrupt
+
+    waiting, process.stdout = process.stdout, Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        fill("{{ a }}", a="first")
+    process.stdout = waiting
+    assert fill("{{ a }}", a="second") == "second"

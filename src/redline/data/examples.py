@@ -99,7 +99,9 @@ def _examples(row: Any) -> list[list[Message]]:
     if plain and len(row) in (2, 3):
         return [[_message("user", row[0]), _message("assistant", row[-1])]]
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        messages = [_message(m.get("role"), m.get("content")) for m in row["messages"] if isinstance(m, dict)]
+        if not all(isinstance(message, dict) for message in row["messages"]):
+            raise ValueError(f"messages must be objects with role and content: {str(row['messages'])[:60]!r}")
+        messages = [_message(message.get("role"), message.get("content")) for message in row["messages"]]
         ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not ends or ends[0] == 0:
             raise ValueError("messages need one from the assistant, with something before it")
