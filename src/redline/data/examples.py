@@ -54,7 +54,6 @@ def find_examples(path: Path) -> list[Path]:
 
 
 def read_chats(path: Path) -> Chats:
-    """All rows of a file or folder."""
     rows, left_out, fault = list[list[Message]](), 0, ""
     for file in find_examples(path):
         for number, row in enumerate(rows_of(file), start=1):

@@ -34,7 +34,6 @@ class Batch:
     """The words of those tokens over which the softmax is taken (data/candidates.py), if not over all."""
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """The batch with its tensors moved."""
         some = self.candidates
         return Batch(
             move(self.inputs_BT), move(self.targets_BT), self.position, None if some is None else move(some)
@@ -50,7 +49,6 @@ class Batch:
 
     @property
     def targets(self) -> int:
-        """Targets that count in the loss."""
         return int((self.targets_BT != IGNORED).sum())
 
 

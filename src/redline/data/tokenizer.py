@@ -100,7 +100,6 @@ class Tokenizer:
         return self._inner.decode_batch(texts, skip_special_tokens=False)
 
     def save(self, path: Path) -> None:
-        """Write the original tokenizer.json."""
         write_atomic(path, self.text)
 
 

@@ -112,7 +112,6 @@ class Session:
     _open: dict[str, Speaker] = field(default_factory=dict)
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Record it and tell the observers."""
         self.folder.event(kind, **facts)
         self.observers.event(kind, facts)
 

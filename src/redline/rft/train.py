@@ -133,7 +133,6 @@ def read_done(place: Place) -> dict[str, Any] | None:
 
 
 def _sizes(place: Place) -> dict[str, int]:
-    """The files of the result with their sizes."""
     return {
         str(path.relative_to(place.record.parent)): path.stat().st_size
         for folder in (place.adapter, place.model)

@@ -71,7 +71,6 @@ class Domains:
         return drawn[number]
 
     def seed(self, step: int, key: Key) -> int:
-        """The seed of the answers to that question."""
         text = "/".join(map(str, (self.recipe.train.seed, step, *key)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 

@@ -105,7 +105,6 @@ class Policy:
         return self._engine
 
     def settings(self) -> dict[str, Any]:
-        """Settings of an engine for this policy."""
         return {
             "slots": self.slots,
             "max_prompt_tokens": self.rl.max_prompt_tokens,

@@ -18,7 +18,6 @@ from redline.tasks.task import Question, Task, Verdict
 
 
 def make(name: str) -> Task:
-    """The task of one data set."""
     gym = need("reasoning_gym", extra="gym")
     known = need("reasoning_gym.factory", extra="gym").DATASETS
     if name not in known:
