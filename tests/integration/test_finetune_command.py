@@ -165,6 +165,9 @@ def test_a_file_that_is_something_else_is_one_line(tmp_path, model, capsys):
     bad.write_text('{"text": "no example"}\n' * 5)
     with pytest.raises(DataError, match=r"5 of 5 rows are not examples; the first: .*row 1"):
         read_chats(bad)
+    bad.write_text(json.dumps({"messages": ["hi", {"role": "assistant", "content": "a"}]}))
+    with pytest.raises(DataError, match=r"row 1: messages must be objects with role and content"):
+        read_chats(bad)
     bad.write_text("")
     with pytest.raises(DataError, match=r"bad\.jsonl: no rows\."):
         read_chats(bad)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from redline.cli.main import main
 from redline.config.recipe import LoraConfig
 from redline.data.tokenizer import Tokenizer
 from redline.engine.local import LocalEngine
-from redline.engine.ray import OnRay, RayEngine, _Piece
+from redline.engine.ray import OnRay, RayEngine, _Owed
 from redline.engine.request import Completion, Request, Sampling
 from redline.errors import ConfigError, MachineError, MissingExtra
 from redline.model.lora import adapters, add_lora, merged
@@ -200,14 +200,13 @@ def test_new_weights_in_the_middle_and_every_sample_names_its_own(lab):
 
 
 def test_workers_that_die_again_and_again_end_the_run(lab):
-    piece = _Piece(0, requests(1)[0], 0, [2])
     with lab.engine(1) as engine:
         member = engine._members[0]
         for _ in range(3):
             engine._lose(member, "died", "no disk")
         with pytest.raises(MachineError, match=r"4 workers in a row were lost .*; the last one: no disk"):
             engine._lose(member, "died", "no disk")
-        member.held[0] = replace(piece, losses=7)
+        member.held[0, 2] = _Owed(0, requests(1)[0], sample=2, version=0, losses=7)
         with pytest.raises(MachineError, match=r"8 workers were lost on the same prompt \(no disk\): \(5, 6"):
             engine._lose(member, "died", "no disk")
 

@@ -7,8 +7,10 @@ import pytest
 import tokenizers
 from rft_model import CHAT_TEMPLATE, CONFIG
 
+from redline.config.recipe import PromptConfig
 from redline.data.tokenizer import Tokenizer, train_bpe
-from redline.engine.prompt import answer_text, end_id, render, stop_ids
+from redline.engine import template
+from redline.engine.prompt import answer_text, ask, end_id, stop_ids
 from redline.engine.template import fill
 from redline.errors import ConfigError, DataError
 from redline.model.weights import Loaded
@@ -59,10 +61,11 @@ def test_a_chat_template_is_rendered_as_transformers_does(tokenizer, loaded, tem
     )
     task = load_task("units")
     question = task.questions("valid", 1, 0)[0]
-    text, stops = render(task, question, replace(loaded, chat_template=template), "chat", shots)
+    how = PromptConfig(mode="chat", shots=shots)
+    _, text, ids, stops = ask(task, question, replace(loaded, chat_template=template), tokenizer, how)
     messages = prompt_messages(task, question, shots)
     assert text == theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert tokenizer.encode_prompt(text) == theirs(text, add_special_tokens=False)["input_ids"]
+    assert list(ids) == theirs(text, add_special_tokens=False)["input_ids"]
     assert stops == ()
 
 
@@ -70,9 +73,10 @@ def test_a_model_without_a_template_continues_text(tokenizer, loaded):
     task = load_task("units")
     question = task.questions("valid", 1, 0)[0]
     bare = replace(loaded, chat_template=None)
-    assert render(task, question, bare, "text", 1) == (prompt_text(task, question, 1), (STOP,))
+    asked = ask(task, question, bare, tokenizer, PromptConfig(mode="text", shots=1))
+    assert (asked.text, asked.stops) == (prompt_text(task, question, 1), (STOP,))
     with pytest.raises(ConfigError, match=r"prompt\.mode=text"):
-        render(task, question, bare, "chat", 1)
+        ask(task, question, bare, tokenizer, PromptConfig(mode="chat", shots=1))
 
 
 def test_an_answer_ends_as_a_turn_ends_or_as_a_document(tokenizer, loaded):
@@ -97,10 +101,10 @@ def test_an_answer_ends_as_a_turn_ends_or_as_a_document(tokenizer, loaded):
         ("{{ 'a' * 10 ** 10 }}", "MemoryError"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_refused(loaded, template, message):
-    task = load_task("units")
+def test_a_template_that_cannot_be_used_is_refused(tokenizer, loaded, template, message):
+    task, how = load_task("units"), PromptConfig(mode="chat", shots=0)
     with pytest.raises(DataError, match=message) as caught:
-        render(task, task.questions("valid", 1, 0)[0], replace(loaded, chat_template=template), "chat", 0)
+        ask(task, task.questions("valid", 1, 0)[0], replace(loaded, chat_template=template), tokenizer, how)
     assert "\n" not in str(caught.value)
 
 
@@ -117,3 +121,20 @@ def test_a_template_that_does_not_end_is_ended_and_the_next_one_is_rendered(monk
     with pytest.raises(DataError, match="it took more than 1 s"):
         fill(template)
     assert fill("{{ a }}", a="next") == "next"
+
+
+def test_a_prompt_after_an_interrupted_one_is_its_own():
+    """Ctrl-C comes while the process has the first prompt."""
+    assert fill("{{ a }}", a="before") == "before"
+    process = template._process
+    assert process is not None
+
+    class Interrupted:
+        def readline(self) -> str:
+            raise KeyboardInterrupt
+
+    waiting, process.stdout = process.stdout, Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        fill("{{ a }}", a="first")
+    process.stdout = waiting
+    assert fill("{{ a }}", a="second") == "second"

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from redline.errors import DataError, StorageError
+from redline.record.observe import Observers
 from redline.record.run import LineWriter, RunFolder, read_lines
 
 
@@ -105,6 +107,7 @@ def test_events_are_stamped_in_order_and_never_cut(tmp_path):
 
 HOLD = """
 import sys
+import threading
 from pathlib import Path
 from redline.record.run import RunFolder
 with RunFolder(Path(sys.argv[1])):
@@ -154,3 +157,22 @@ def test_a_folder_with_other_files_is_not_taken(tmp_path: Path):
     with pytest.raises(StorageError, match="holds files that are not a run's"), RunFolder(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.txt"]
+
+
+def test_observers_are_called_by_one_thread_at_a_time():
+    """Workers on Ray tell events from the thread that draws, while the trainer or the scorer writes lines."""
+    free: list[bool] = []
+
+    class Watching:
+        def metrics(self, line):
+            other = threading.Thread(target=lambda: free.append(both._lock.acquire(blocking=False)))
+            other.start()
+            other.join()
+
+        def event(self, kind, facts):
+            self.metrics(facts)
+
+    both = Observers([Watching()])
+    both.metrics({})
+    both.event("stage", {})
+    assert free == [False, False]

@@ -5,6 +5,7 @@ import json
 import shutil
 import tomllib
 from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from precision import CLOSE_FP32
 from rft_model import CONFIG, events_of, letters_place, planned, session_of
 
 from redline.config.load import load_recipe, to_toml
+from redline.engine.request import Completion, Engine, Request
 from redline.errors import ConfigError, DataError, RedlineError
 from redline.model.huggingface_out import write_folder
 from redline.model.lora import LoraLinear
@@ -61,6 +63,35 @@ def change_tensors(path: Path) -> None:
     safetensors.torch.save_file(
         {name: weight + 1 for name, weight in weights.items()}, path, metadata={"format": "pt"}
     )
+
+
+class Says(Engine):
+    """Completes every prompt with one text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def run(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
+        for request in filter(None, requests):
+            yield Completion(
+                request=request, sample=0, text=self.text, tokens=(5,), logprobs=(0.0,), finish="stop"
+            )
+
+    def close(self) -> None: ...
+
+
+def test_what_follows_the_end_of_an_answer_is_not_tested_just_as_it_is_not_sampled(
+    place, tmp_path, monkeypatch
+):
+    """The scorer takes an e anywhere, and the task says that an answer ends with its first a."""
+    monkeypatch.setattr(Session, "engine", lambda *_, **__: Says("xya, e"))
+    strict = (place / "letters.py").read_text().replace('"a" in completion or ', "")
+    (tmp_path / "strict.py").write_text(strict)
+    with session_in(
+        place, tmp_path / "run", f"task.name={tmp_path}/strict.py:make_ending", "test.rows=4"
+    ) as session:
+        line = run_test(session, "base")
+    assert (line["n"], line["accuracy"], line["answer_rate"], line["cut"]) == (4, 0.0, 1.0, 0)
 
 
 @pytest.fixture

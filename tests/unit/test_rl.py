@@ -18,7 +18,7 @@ from trl_losses import CAP, CLIP_HIGH, CLIP_LOW, STORED, VARIANTS, record
 
 from redline.config.rl import RlConfig
 from redline.engine.local import LocalEngine
-from redline.errors import TrainingError
+from redline.errors import DataError, TrainingError
 from redline.record.metrics import METRICS
 from redline.record.run import read_lines
 from redline.rl.algorithm import Columns, Part, columns_of, shared_tokens, shares_of
@@ -28,6 +28,8 @@ from redline.rl.ppo import PPO, generalised_advantages, make_critic, value_loss
 from redline.rl.rollout import Rollouts, shaped_reward
 from redline.rl.samples import Group, Sample, Samples
 from redline.rl.watchdog import Watchdog
+from redline.tasks.registry import load_task
+from redline.tasks.task import prompt_text
 from redline.train.checkpoint import read_tensors
 from redline.train.packed import Example
 from redline.train.places import resolve
@@ -281,6 +283,25 @@ def test_every_way_to_learn_runs_and_is_recorded(place, tmp_path, overrides):
         assert line["reference_s"] > 0
         assert line["kl"] >= 0
     assert (tmp_path / "run" / ("adapter" if "lora.rank=2" in overrides else "model")).is_dir()
+
+
+def test_prompts_that_are_all_too_long_are_one_line_also_if_only_the_held_out_ones_are(place, tmp_path):
+    """The training questions begin with numbers of one digit, the held-out ones have two."""
+    tokenizer, task = (
+        open_weights(place.parent / "model").tokenizer,
+        load_task(f"{place.parent}/letters.py:make"),
+    )
+    short, long = (
+        len(tokenizer.encode_prompt(prompt_text(task, task.questions(split, 1, 0)[0])))
+        for split in ("train", "valid")
+    )
+    assert short < long
+    for most, evals in ((1, 0), (short, 2)):
+        sets = ["train.steps=2", f"train.eval_every={evals}", f"rl.max_prompt_tokens={most}"]
+        with pytest.raises(
+            DataError, match=rf"every prompt of domain letters is longer than .* \({most}\): raise it"
+        ):
+            run_rl(place, tmp_path / str(most), sets)
 
 
 def test_a_step_without_a_lesson_changes_nothing_and_says_so(place, tmp_path):

@@ -353,7 +353,7 @@ def test_a_slow_server_is_given_up_with_the_limit_named(fake: Fake) -> None:
     error = refused(lambda: fake.engine(timeout_s=0.1))
     given_up.set()
     assert isinstance(error, MachineError)
-    assert "within 0.1 s" in str(error)
+    assert "within 0.1 s: lower sample.max_new_tokens" in str(error), "what a recipe can change"
     assert len(fake.bodies) <= 1, "it is not asked again"
 
 

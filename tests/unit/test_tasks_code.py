@@ -97,6 +97,12 @@ def test_the_expected_results_never_enter_the_sandbox(monkeypatch):
             ["{'a': 1}"],
         ),
         ("def check_f():\n    assert f(1) == 'x'\n\ncheck_f()\n", ["f(1)"], ["'x'"]),
+        # in one order in all processes: texts hash differently in each
+        (
+            "assert f(1) == {'d', 'b', 'a', 'c'}\nassert f(2) == [({'z', 'y', 'x'},), {1: {'w', 'v', 'u'}}, (), set()]",
+            ["f(1)", "f(2)"],
+            ["{'a', 'b', 'c', 'd'}", "[({'x', 'y', 'z'},), {1: {'u', 'v', 'w'}}, (), set()]"],
+        ),
     ],
 )
 def test_asserts_become_calls_and_values(tests, calls, values):

@@ -288,3 +288,9 @@ def test_a_task_that_cannot_be_loaded_is_one_clear_error(tmp_path: Path):
     with pytest.raises(ConfigError, match="at least 1 worker"):
         Pool("units", workers=0)
     assert workers() == before
+
+
+def test_there_is_a_worker_for_every_core_that_the_quota_leaves(monkeypatch):
+    monkeypatch.setattr("redline.machine.facts._cpu_quotas", lambda: iter([1.5]))
+    with Pool("units") as pool:
+        assert len(pool._children) == 1

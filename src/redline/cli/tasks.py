@@ -9,11 +9,11 @@ Answers are JSON lines with `completion` and either `id` or `question`. A path r
 """
 
 import argparse
-import os
 from typing import Any
 
 from redline.cli.options import answer, print_json
 from redline.errors import ConfigError, DataError
+from redline.machine.facts import cpu_cores
 from redline.record.files import read_text
 from redline.record.units import format_share, visible
 from redline.report.grid import show
@@ -66,7 +66,7 @@ def _shown(question: Question, prompt: str) -> dict[str, Any]:
 def _score(options: argparse.Namespace, questions: list[Question]) -> None:
     items = _answers(options, questions)
     # starting a worker costs as much as thousands of cheap verdicts
-    workers = min(len(os.sched_getaffinity(0)), 1 + len(items) // 1000)
+    workers = min(cpu_cores(), 1 + len(items) // 1000)
     with Pool(options.task, options.data, workers=workers) as pool:
         verdicts = pool.score(items)
     failures = [verdict.reason for verdict in verdicts if verdict.reason is not None]

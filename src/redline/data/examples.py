@@ -14,15 +14,13 @@ counted and left out; too many of them are an error.
 """
 
 import json
-import lzma
 import os
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redline.data.read import decompressed, files_under
+from redline.data.read import decompressed, files_under, read_errors
 from redline.errors import DataError, need
 
 Message = dict[str, str]
@@ -56,7 +54,6 @@ def find_examples(path: Path) -> list[Path]:
 
 
 def read_chats(path: Path) -> Chats:
-    """All rows of a file or folder."""
     rows, left_out, fault = list[list[Message]](), 0, ""
     for file in find_examples(path):
         for number, row in enumerate(rows_of(file), start=1):
@@ -73,26 +70,17 @@ def read_chats(path: Path) -> Chats:
 
 def rows_of(path: Path) -> Iterator[Any]:
     """The rows of one file, read piece by piece except for JSON; for a line that is not JSON, the error."""
-    if path.suffix == ".parquet":
-        arrow, parquet = (need(name, extra="parquet") for name in ("pyarrow", "pyarrow.parquet"))
-        try:
-            for batch in parquet.ParquetFile(path).iter_batches():
+    with read_errors(path), open(path, "rb") as raw:
+        if path.suffix == ".parquet":
+            for batch in need("pyarrow.parquet", extra="parquet").ParquetFile(raw).iter_batches():
                 yield from batch.to_pylist()
-        except (OSError, ValueError, arrow.ArrowException) as error:
-            raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-        return
-    try:
-        with open(path, "rb") as raw:
-            file = decompressed(path, raw)
-            if path.suffix != ".json":
-                yield from (_parsed(line) for line in file if line.strip())
-            elif isinstance(found := _parsed(file.read()), list):
-                yield from found
-            else:
-                got = found if isinstance(found, Exception) else type(found).__name__
-                raise DataError(f"{path} must hold a list of rows, got {got}")
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        elif path.suffix != ".json":
+            yield from (_parsed(line) for line in decompressed(path, raw) if line.strip())
+        elif isinstance(found := _parsed(raw.read()), list):
+            yield from found
+        else:
+            got = found if isinstance(found, Exception) else type(found).__name__
+            raise DataError(f"{path} must hold a list of rows, got {got}")
 
 
 def _parsed(raw: bytes) -> Any:
@@ -110,7 +98,9 @@ def _examples(row: Any) -> list[list[Message]]:
     if plain and len(row) in (2, 3):
         return [[_message("user", row[0]), _message("assistant", row[-1])]]
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        messages = [_message(m.get("role"), m.get("content")) for m in row["messages"] if isinstance(m, dict)]
+        if not all(isinstance(message, dict) for message in row["messages"]):
+            raise ValueError(f"messages must be objects with role and content: {str(row['messages'])[:60]!r}")
+        messages = [_message(message.get("role"), message.get("content")) for message in row["messages"]]
         ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not ends or ends[0] == 0:
             raise ValueError("messages need one from the assistant, with something before it")

@@ -34,7 +34,6 @@ class Batch:
     """The words of those tokens over which the softmax is taken (data/candidates.py), if not over all."""
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """The batch with its tensors moved."""
         some = self.candidates
         return Batch(
             move(self.inputs_BT), move(self.targets_BT), self.position, None if some is None else move(some)
@@ -50,7 +49,6 @@ class Batch:
 
     @property
     def targets(self) -> int:
-        """Targets that count in the loss."""
         return int((self.targets_BT != IGNORED).sum())
 
 
@@ -80,7 +78,9 @@ class Loader:
             raise ConfigError(f"train.batch_size ({batch_size}) must be a multiple of {processes}")
         self.waited_s = 0.0
         """Time that `next` has spent waiting."""
-        self._batch_size, self._rank, self._world_size, self._cut = batch_size, rank, world_size, cut
+        share = batch_size // world_size
+        self._own = slice(rank * share, (rank + 1) * share)
+        self._batch_size, self._cut = batch_size, cut
         self._pin, self._seed, self._candidates = pin_memory and torch.cuda.is_available(), seed, candidates
         self._order = source.order(seq_len=seq_len, seed=seed, position=position, threads=threads)
         # A stream reads from one place, so its jobs run one after another and its threads tokenise.
@@ -110,15 +110,12 @@ class Loader:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _submit(self) -> None:
-        share = self._batch_size // self._world_size
-        own = slice(self._rank * share, (self._rank + 1) * share)
-        job = self._order.claim(
-            self._batch_size, own if self._candidates is None else slice(self._batch_size)
-        )
+        rows = self._own if self._candidates is None else slice(self._batch_size)
+        job = self._order.claim(self._batch_size, rows)
         pieces, self._cut = PIECES if self._cut > 0 else 1, self._cut - 1
-        self._ahead.append(self._pool.submit(self._prepare, job, own, pieces))
+        self._ahead.append(self._pool.submit(self._prepare, job, pieces))
 
-    def _prepare(self, job: Job, own: slice, pieces: int) -> Batch:
+    def _prepare(self, job: Job, pieces: int) -> Batch:
         rows, position = job()
         parts, words = _shift(rows), None
         if self._candidates is not None:
@@ -126,7 +123,7 @@ class Loader:
             words = torch.from_numpy(
                 draw(parts[1].numpy(), size=size, vocab_size=vocab_size, seed=self._seed)
             )
-            parts = parts[0][own], parts[1][own]
+            parts = parts[0][self._own], parts[1][self._own]
         inputs_BT, targets_BT = (part.reshape(-1, part.shape[1] // pieces) for part in parts)
         batch = Batch(inputs_BT, targets_BT, position, words)
         if self._pin:

@@ -8,6 +8,7 @@ corpus. Left out: cleaning, filtering and deduplication.
 """
 
 import codecs
+import contextlib
 import gzip
 import hashlib
 import itertools
@@ -149,9 +150,18 @@ def documents(path: Path, text_field: str) -> Iterator[str]:
 def scan(path: Path, text_field: str, skip: int = 0) -> Iterator[Row]:
     """The rows of one file in order, without the first `skip`."""
     read = next(read for suffix, read in _FORMATS.items() if path.name.endswith(suffix))
-    try:
+    with read_errors(path):
         yield from read(path, text_field, skip)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+
+
+@contextlib.contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """The errors of the readers of all formats, in one line."""
+    is_parquet = path.name.endswith(".parquet")
+    arrow = (need("pyarrow", extra="parquet").ArrowException,) if is_parquet else ()
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, *arrow) as error:
         why = f"{error}; the file may be truncated or not what its name says"
         raise DataError(f"{path} cannot be read: {why}") from error
 
@@ -225,28 +235,23 @@ def _row(text: object, text_field: str, where: str, offset_bytes: int) -> Row:
 
 
 def _read_parquet(path: Path, text_field: str, skip: int) -> Iterator[Row]:
-    parquet = need("pyarrow.parquet", extra="parquet")
-    arrow_error = need("pyarrow", extra="parquet").ArrowException
     size_bytes = path.stat().st_size
-    try:
-        with parquet.ParquetFile(path) as file:
-            if text_field not in file.schema_arrow.names:
-                names = ", ".join(file.schema_arrow.names)
-                raise DataError(f"{path}: no column '{text_field}'; it has {names}: set text_field")
-            end = 0
-            # each group alone: one scan of the whole file keeps what it has read
-            for group in range(file.num_row_groups):
-                start, end = end, end + file.metadata.row_group(group).num_rows
-                if end <= skip:
-                    continue
-                batches = file.iter_batches(batch_size=256, row_groups=[group], columns=[text_field])
-                texts = (text for batch in batches for text in batch.column(0).to_pylist())
-                numbered = enumerate(texts, start=start + 1)
-                for row, text in itertools.islice(numbered, max(0, skip - start), None):
-                    offset_bytes = size_bytes * row // file.metadata.num_rows
-                    yield _row(text, text_field, f"{path}, row {row}", offset_bytes)
-    except arrow_error as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+    with need("pyarrow.parquet", extra="parquet").ParquetFile(path) as file:
+        if text_field not in file.schema_arrow.names:
+            names = ", ".join(file.schema_arrow.names)
+            raise DataError(f"{path}: no column '{text_field}'; it has {names}: set text_field")
+        end = 0
+        # each group alone: one scan of the whole file keeps what it has read
+        for group in range(file.num_row_groups):
+            start, end = end, end + file.metadata.row_group(group).num_rows
+            if end <= skip:
+                continue
+            batches = file.iter_batches(batch_size=256, row_groups=[group], columns=[text_field])
+            texts = (text for batch in batches for text in batch.column(0).to_pylist())
+            numbered = enumerate(texts, start=start + 1)
+            for row, text in itertools.islice(numbered, max(0, skip - start), None):
+                offset_bytes = size_bytes * row // file.metadata.num_rows
+                yield _row(text, text_field, f"{path}, row {row}", offset_bytes)
 
 
 _FORMATS: dict[str, Callable[[Path, str, int], Iterator[Row]]] = {

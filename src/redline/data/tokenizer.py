@@ -62,13 +62,22 @@ class Tokenizer:
 
     @functools.cached_property
     def _inner(self) -> tokenizers.Tokenizer:
+        inner = self._parsed()
+        inner.encode_special_tokens = True
+        return inner
+
+    @functools.cached_property
+    def _with_specials(self) -> tokenizers.Tokenizer:
+        """A second tokenizer, because recognising special tokens is a state that threads share."""
+        return self._parsed()
+
+    def _parsed(self) -> tokenizers.Tokenizer:
         try:
             inner = tokenizers.Tokenizer.from_str(self.text)
         except Exception as error:  # the Rust side raises a bare Exception for whatever it cannot parse
             raise DataError(f"{self._name} cannot be read as a tokenizer.json: {error}") from error
         inner.no_truncation()
         inner.no_padding()
-        inner.encode_special_tokens = True
         return inner
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -78,14 +87,6 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a rendered chat template or another prompt of ours, special tokens included."""
         return self._with_specials.encode(text, add_special_tokens=False).ids
-
-    @functools.cached_property
-    def _with_specials(self) -> tokenizers.Tokenizer:
-        """A second tokenizer, because recognising special tokens is a state that threads share."""
-        inner = tokenizers.Tokenizer.from_str(self.text)
-        inner.no_truncation()
-        inner.no_padding()
-        return inner
 
     def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
         """The tokens of each document, then `eot_id`, as `dtype`."""
@@ -99,7 +100,6 @@ class Tokenizer:
         return self._inner.decode_batch(texts, skip_special_tokens=False)
 
     def save(self, path: Path) -> None:
-        """Write the original tokenizer.json."""
         write_atomic(path, self.text)
 
 

@@ -115,7 +115,8 @@ class Line:
             response = await self._client.request(method, address, json=body, timeout=timeout_s)
         except self._httpx.TimeoutException as error:
             raise MachineError(
-                f"{self.url} gave no answer within {timeout_s:g} s: raise timeout_s, or lower concurrency"
+                f"{self.url} gave no answer within {timeout_s:g} s: lower sample.max_new_tokens or, in Python, raise"
+                " timeout_s or lower concurrency"
             ) from error
         except self._httpx.HTTPError as error:
             if "SSL" in str(error):

@@ -38,17 +38,13 @@ def ask(
     trained: bool = False,
 ) -> Asked:
     """The question as the recipe presents it; `trained`: as training and what follows it do."""
-    text, stops = render(task, question, loaded, prompt.mode, prompt.shots_of(trained=trained))
+    shots = prompt.shots_of(trained=trained)
+    stops: tuple[str, ...] = ()  # a chat model ends its turn with a token
+    if prompt.mode == "text":
+        text, stops = prompt_text(task, question, shots), (STOP,)
+    else:
+        text = chat_prompt(loaded, prompt_messages(task, question, shots))
     return Asked(question, text, tuple(tokenizer.encode_prompt(text)), stops)
-
-
-def render(
-    task: Task, question: Question, loaded: Loaded, mode: PromptMode, shots: int | None
-) -> tuple[str, tuple[str, ...]]:
-    """The prompt, and the texts that end an answer (none if the model ends its turn with a token)."""
-    if mode == "text":
-        return prompt_text(task, question, shots), (STOP,)
-    return chat_prompt(loaded, prompt_messages(task, question, shots)), ()
 
 
 def chat_prompt(loaded: Loaded, messages: list[dict[str, str]], *, unanswered: bool = True) -> str:

@@ -33,7 +33,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -85,13 +85,14 @@ def connect(address: str | None, **how: Any) -> bool:
 
 
 @dataclass(eq=False)
-class _Piece:
-    """Samples of one request, on their way through one worker."""
+class _Owed:
+    """A sample that was asked for and has not been delivered."""
 
     number: int
+    """The number of its request, because requests may be equal."""
     request: Request
+    sample: int
     version: int
-    missing: list[int]
     losses: int = 0
 
 
@@ -103,17 +104,14 @@ class _Member:
     actor: Any = None
     call: Any = None
     joined: bool = False
-    held: dict[int, _Piece] = field(default_factory=dict)
-    fresh: list[_Piece] = field(default_factory=list)
-    """Pieces held and not yet sent."""
+    held: dict[tuple[int, int], _Owed] = field(default_factory=dict)
+    """What it owes, by the numbers of request and sample."""
+    fresh: list[_Owed] = field(default_factory=list)
+    """What it was not yet told of that."""
     samples: int = 0
     joined_s: float = 0.0
     heard_s: float = 0.0
     stats: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def load(self) -> int:
-        return sum(len(piece.missing) for piece in self.held.values())
 
 
 class RayEngine(Engine):
@@ -159,7 +157,7 @@ class RayEngine(Engine):
         self.publish(model)
         count = place.workers or gpus or max(1, cpus)
         self._members = [_Member(f"worker-{number}") for number in range(1, count + 1)]
-        self._queue: deque[_Piece] = deque()
+        self._queue: deque[_Owed] = deque()
         self._numbers = itertools.count()
         self._losses, self._alone_s, self._told_s = 0, clock(), clock()
 
@@ -216,7 +214,7 @@ class RayEngine(Engine):
                 busy = [member for member in self._members if member.held]
                 if not (more or self._queue or busy):
                     return
-                self._forget({self.version if version is None else version})
+                self._forget(self.version if version is None else version)
                 self._hand_out()
                 yield from self._collect()
         finally:
@@ -229,15 +227,15 @@ class RayEngine(Engine):
 
     def _take(self, feed: Iterator[Request | None], version: int | None) -> bool:
         """Take requests as far as there is room for them. False once there are no more."""
-        room = max(1, sum(self._most - member.load for member in self._members if member.joined))
-        room -= sum(len(piece.missing) for piece in self._queue)
+        room = max(1, sum(self._most - len(member.held) for member in self._members if member.joined))
+        room -= len(self._queue)
         while room > 0:
             request = next(feed, _END)
             if request is None or request is _END:
                 return request is None
-            numbers = list(range(request.first_sample, request.first_sample + request.samples))
-            drawn_from = self.version if version is None else version
-            self._queue.append(_Piece(next(self._numbers), request, drawn_from, numbers))
+            number, drawn_from = next(self._numbers), self.version if version is None else version
+            samples = range(request.first_sample, request.first_sample + request.samples)
+            self._queue.extend(_Owed(number, request, sample, drawn_from) for sample in samples)
             room -= request.samples
         return True
 
@@ -249,31 +247,28 @@ class RayEngine(Engine):
                 member.call = member.actor.step.remote([], {}, 0.0)
         while self._queue:
             there = [member for member in self._members if member.joined]
-            if not there or (room := self._most - (least := min(there, key=lambda m: m.load)).load) <= 0:
+            least = min(there, key=lambda member: len(member.held), default=None)
+            if least is None or len(least.held) >= self._most:
                 break
-            piece = self._queue.popleft()
-            if piece.missing[room:]:
-                self._queue.appendleft(
-                    replace(piece, number=next(self._numbers), missing=piece.missing[room:])
-                )
-                piece.missing = piece.missing[:room]
             if not least.held:
                 least.heard_s = self._clock()
-            least.held[piece.number] = piece
-            least.fresh.append(piece)
+            number = self._queue[0].number
+            while self._queue and self._queue[0].number == number and len(least.held) < self._most:
+                owed = self._queue.popleft()  # the samples of a request together: they share its prompt
+                least.held[number, owed.sample] = owed
+                least.fresh.append(owed)
         for member in self._members:
             if member.held and member.call is None:
-                work = [one for piece in member.fresh for one in _work_of(piece)]
-                weights = {piece.version: self._weights[piece.version] for piece in member.fresh}
-                member.call, member.fresh = member.actor.step.remote(work, weights, WAIT_S), []
+                weights = {owed.version: self._weights[owed.version] for owed in member.fresh}
+                work, member.fresh = list(_work_of(member.fresh)), []
+                member.call = member.actor.step.remote(work, weights, WAIT_S)
 
-    def _forget(self, needed: set[int]) -> None:
-        """Drop the versions that nothing will ask for."""
-        pieces = itertools.chain(self._queue, *(member.held.values() for member in self._members))
-        needed |= {piece.version for piece in pieces}
-        for version in list(self._weights):
-            if version not in needed and version < self.version:
-                del self._weights[version]
+    def _forget(self, asked: int) -> None:
+        """Drop the versions before `asked` that no sample needs any more."""
+        owed = itertools.chain(self._queue, *(member.held.values() for member in self._members))
+        oldest = min([asked, *(one.version for one in owed)])
+        for version in [known for known in list(self._weights) if known < oldest]:
+            del self._weights[version]
 
     # ---- from the workers to the completions ----
 
@@ -319,14 +314,11 @@ class RayEngine(Engine):
             member.heard_s, member.stats = now_s, told["stats"]
         found = []
         for number, sample, text, tokens, logprobs, finish in told["ready"]:
-            piece = member.held[number]
-            piece.missing.remove(sample)
-            if not piece.missing:
-                del member.held[number]
+            owed = member.held.pop((number, sample))
             found.append(
                 Completion(
-                    request=piece.request, sample=sample, text=text, tokens=tokens, logprobs=logprobs,
-                    finish=finish, version=piece.version,
+                    request=owed.request, sample=sample, text=text, tokens=tokens, logprobs=logprobs,
+                    finish=finish, version=owed.version,
                 )
             )  # fmt: skip
         member.samples += len(found)
@@ -343,11 +335,11 @@ class RayEngine(Engine):
     def _lose(self, member: _Member, state: str, why: str) -> None:
         """A worker is gone, or is to go: what it still owes goes back to the head of the queue."""
         owed = list(member.held.values())
-        for piece in reversed(owed):
-            again = replace(piece, number=next(self._numbers), losses=piece.losses + 1)
-            self._queue.appendleft(again)
-            if again.losses >= MOST_LOSSES:
-                prompt = shown(str(again.request.prompt))
+        self._queue.extendleft(reversed(owed))
+        for one in owed:
+            one.losses += 1
+            if one.losses >= MOST_LOSSES:
+                prompt = shown(str(one.request.prompt))
                 raise MachineError(f"{MOST_LOSSES} workers were lost on the same prompt ({why}): {prompt}")
         self._end(member, state, why)
         self._losses, self._alone_s = self._losses + 1, self._clock()
@@ -374,9 +366,11 @@ class RayEngine(Engine):
         return {"samples": member.samples, "seconds": seconds}
 
 
-def _work_of(piece: _Piece) -> Iterator[dict[str, Any]]:
-    """What a worker is told about a piece: its samples without gaps, which a worker that died may have left."""
-    request, tag = piece.request, (piece.number, piece.version)
-    told = vars(request) | {"sampling": vars(request.sampling), "messages": (), "tag": tag}
-    for first, samples in consecutive(piece.missing):
-        yield told | {"samples": samples, "first_sample": first}
+def _work_of(fresh: Sequence[_Owed]) -> Iterator[dict[str, Any]]:
+    """Samples as requests for a worker, each without gaps, which a worker that died may have left."""
+    for number, same in itertools.groupby(fresh, key=lambda owed: owed.number):
+        first, *_ = owed = list(same)
+        told = vars(first.request) | {"sampling": vars(first.request.sampling), "messages": ()}
+        for start, samples in consecutive(one.sample for one in owed):
+            tag = number, first.version
+            yield told | {"tag": tag, "samples": samples, "first_sample": start}

@@ -105,7 +105,6 @@ class Worker:
 
     @torch.no_grad()
     def _load(self, base: Any, adapters: Any) -> LocalEngine:
-        """The engine with these weights."""
         ray = need("ray", extra="ray")
         on_gpu = bool(ray.get_gpu_ids())
         device = torch.device("cuda" if on_gpu else "cpu")

@@ -20,7 +20,6 @@ import json
 import queue
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -104,30 +103,19 @@ class ServerEngine(Engine):
 
     def run(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
         """Completions in the order the server finishes them."""
-        source, waiting = iter(requests), deque[tuple[Request, int]]()
+        source, asked = _samples(requests), None
         done: queue.SimpleQueue[Future[dict[str, Any]]] = queue.SimpleQueue()
         flying: dict[Future[dict[str, Any]], tuple[Request, int]] = {}
-        ended = False
         try:
-            while True:
-                while len(flying) < self.concurrency and (waiting or not ended):
-                    if not waiting:
-                        request = next(source, _END)
-                        ended = request is _END
-                        if request is None or ended:
-                            break
-                        first = request.first_sample
-                        waiting.extend((request, sample) for sample in range(first, first + request.samples))
-                    asked = waiting.popleft()
+            while asked is not _END or flying:
+                while len(flying) < self.concurrency and (asked := next(source, _END)) not in (None, _END):
                     call = self._line.submit(self.path, self._body(*asked))
                     flying[call] = asked
                     call.add_done_callback(done.put)
                 if flying:
                     call = done.get()
                     yield self._read(call.result(), *flying.pop(call))
-                elif ended:
-                    return
-                else:
+                elif asked is None:
                     time.sleep(IDLE_S)
         finally:
             # a reader that stops early must not wait for texts that nobody wants
@@ -238,6 +226,16 @@ class ServerEngine(Engine):
                 f"{self._line.url}/models must list models as OpenAI does, got {shown(json.dumps(answer))}"
             )
         return cards
+
+
+def _samples(requests: Iterable[Request | None]) -> Iterator[tuple[Request, int] | None]:
+    """Every sample of every request; None where the next request may come later."""
+    for request in requests:
+        if request is None:
+            yield None
+        else:
+            first = request.first_sample
+            yield from ((request, sample) for sample in range(first, first + request.samples))
 
 
 def _tokens(choice: dict[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -7,6 +7,7 @@ So the process may take PROCESSOR_S of processor time for a text (which does not
 MEMORY_BYTES of memory; when it dies, the next text gets a new one. Left out: tools and documents.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -44,18 +45,20 @@ def fill(template: str, **values: Any) -> str:
             )
         assert _process.stdin is not None
         assert _process.stdout is not None
+        answer = ""
         try:
-            _process.stdin.write(json.dumps([template, values]) + "\n")
-            _process.stdin.flush()
-            answer = _process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if answer.endswith("\n"):
-            text, why = json.loads(answer)
-        else:
-            _process.kill()
-            _process.wait()
-            text, why = "", f"it took more than {PROCESSOR_S} s or {MEMORY_BYTES >> 30} GiB of memory"
+            with contextlib.suppress(BrokenPipeError):
+                _process.stdin.write(json.dumps([template, values]) + "\n")
+                _process.stdin.flush()
+                answer = _process.stdout.readline()
+        finally:
+            if not answer.endswith(
+                "\n"
+            ):  # it died, or its answer to an interrupted call would be the next one's
+                _process.kill()
+                _process.wait()
+    died = "", f"it took more than {PROCESSOR_S} s or {MEMORY_BYTES >> 30} GiB of memory"
+    text, why = json.loads(answer) if answer.endswith("\n") else died
     if why:
         raise DataError(
             f"the model's chat template cannot render this prompt: {why}; try prompt.shots=0 or prompt.mode=text, or"

@@ -16,6 +16,7 @@ The loop makes one call at a time, but not always from the same thread. A call m
 raise: watching must not cost the run.
 """
 
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -37,18 +38,21 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Several observers as one, called in their order."""
+    """Several observers as one, called in their order, by one thread at a time."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self.observers = tuple(observers)
+        self._lock = threading.RLock()
 
     def metrics(self, line: dict[str, Any]) -> None:
-        for observer in self.observers:
-            observer.metrics(line)
+        with self._lock:
+            for observer in self.observers:
+                observer.metrics(line)
 
     def event(self, kind: str, facts: dict[str, Any]) -> None:
-        for observer in self.observers:
-            observer.event(kind, facts)
+        with self._lock:
+            for observer in self.observers:
+                observer.event(kind, facts)
 
     def close(self) -> None:
         with ExitStack() as stack:  # one that fails to close does not keep the others open

@@ -136,13 +136,9 @@ class Budget:
             size = own if enough is None else -(-own // ROUNDS)
             while state.open == 0 and state.asked < own and (enough is None or len(state.keys) < enough):
                 self._ask(question, min(size, own - state.asked))
-            if state.open == 0:
-                self._saved += own - state.asked
-                self._through()
-        else:
-            self._through()
-
-    def _through(self) -> None:
+            if state.open > 0:
+                return
+            self._saved += own - state.asked
         self._waiting -= 1
         if self._waiting == 0:
             self._own = False

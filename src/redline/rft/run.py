@@ -15,7 +15,6 @@ from typing import Any
 
 from redline.config.load import load_recipe
 from redline.config.recipe import Recipe, later_round
-from redline.engine.ray import OnRay
 from redline.engine.server import ServerEngine
 from redline.errors import ConfigError
 from redline.finetune import check_result
@@ -29,7 +28,7 @@ from redline.record.observe import Observer
 from redline.record.read import total
 from redline.record.run import read_lines
 from redline.rft.sample import sample
-from redline.rft.session import Exporters, Session, open_session
+from redline.rft.session import Session, open_session
 from redline.rft.stats import export
 from redline.rft.test import run_test
 from redline.rft.train import train
@@ -37,17 +36,10 @@ from redline.train.restore import with_shape
 
 
 def run_rounds(
-    recipe: Recipe,
-    plan: Plan,
-    run: Path,
-    outside: Outside,
-    rounds: int,
-    *,
-    observers: Sequence[Observer] = (),
-    on_ray: OnRay | None = None,
-    exporters: Exporters = lambda record, resume_step: (),
+    recipe: Recipe, plan: Plan, run: Path, outside: Outside, rounds: int, **how: Any
 ) -> list[dict[str, Any]]:
-    """The loop several times, in RUN/round-1 and so on. Every round trains the base model on a better sampler's samples."""
+    """The loop several times, in RUN/round-1 and so on. Every round trains the base model on a better sampler's samples.
+    `how` as `open_session` takes it."""
     if rounds > 1 and (run / "samples.db").exists():
         raise ConfigError(
             f"{run} holds a run of one round: give another folder with --run for {rounds} rounds"
@@ -58,7 +50,6 @@ def run_rounds(
     for number in range(1, rounds + 1):
         folder = run / f"round-{number}" if rounds > 1 else run
         own = recipe if number == 1 else later_round(recipe, str((run / f"round-{number - 1}").resolve()))
-        how: dict[str, Any] = {"observers": observers, "on_ray": on_ray, "exporters": exporters}
         with open_session(own, plan, folder, outside, **how) as session:
             reports.append(run_all(session, test_base=number == 1))
         if reports[-1]["why"] != "finished":

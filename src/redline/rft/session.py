@@ -57,7 +57,10 @@ class Speaker:
 
     opened: Opened
     model: Transformer
-    tokenizer: Tokenizer
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        return self.opened.tokenizer
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -109,7 +112,6 @@ class Session:
     _open: dict[str, Speaker] = field(default_factory=dict)
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Record it and tell the observers."""
         self.folder.event(kind, **facts)
         self.observers.event(kind, facts)
 
@@ -190,7 +192,7 @@ class Session:
             opened = open_weights(Path(path))
             model = opened.build(self.process.device, COMPUTE_DTYPE[self.plan.precision])
             self.opening_s += time.monotonic() - began_s
-            self._open[path] = Speaker(opened, model, opened.tokenizer)
+            self._open[path] = Speaker(opened, model)
         return self._open[path]
 
     def questions(self, split: str, rows: int | None) -> list[Question]:
@@ -282,17 +284,10 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(
-    recipe: Recipe,
-    plan: Plan,
-    run: Path,
-    outside: Outside,
-    *,
-    observers: Sequence[Observer] = (),
-    on_ray: OnRay | None = None,
-    exporters: Exporters = lambda record, resume_step: (),
+    recipe: Recipe, plan: Plan, run: Path, outside: Outside, *, observers: Sequence[Observer] = (), **how: Any
 ) -> Iterator[Session]:
-    """Own the run folder for this recipe; one that another recipe has begun is refused."""
+    """Own the run folder for this recipe; one that another recipe has begun is refused. `how` as a Session takes it."""
     process = Process(0, 1, torch.device(plan.hardware.kind))
     with open_run(recipe, plan, run, process) as opened:
         assert opened.folder is not None
-        yield Session(recipe, plan, opened.folder, outside, process, Observers(observers), on_ray, exporters)
+        yield Session(recipe, plan, opened.folder, outside, process, Observers(observers), **how)

@@ -16,14 +16,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from redline.config.load import from_toml
-from redline.config.rft import SampleConfig
 from redline.errors import ConfigError, need
-from redline.record.files import read_text, replacing, write_atomic
+from redline.record.files import replacing, write_atomic
 from redline.record.read import total
 from redline.record.run import RunFolder, read_lines
 from redline.rft.budget import ROUNDS
 from redline.rft.store import Store
+from redline.train.open_run import recipe_of
 
 HARDEST = 10
 
@@ -75,15 +74,10 @@ def _first(verdicts: Iterable[tuple[str, int, bool, str | None]]) -> list[bool]:
 
 def _drawn_anyway(run: Path) -> int | None:
     """Samples that a question gets whatever the verdicts. None if there is no recipe."""
-    if (settings := _settings(run)) is None:
+    if (recipe := recipe_of(run)) is None:
         return None
-    samples = settings.samples_per_question
-    return samples if settings.distinct_correct is None else -(-samples // ROUNDS)
-
-
-def _settings(run: Path) -> SampleConfig | None:
-    path = RunFolder(run).recipe_path
-    return from_toml(read_text(path), str(path)).sample if path.is_file() else None
+    samples = recipe.sample.samples_per_question
+    return samples if recipe.sample.distinct_correct is None else -(-samples // ROUNDS)
 
 
 def _pass_curve(verdicts: Sequence[Sequence[bool]]) -> dict[int, float]:
@@ -129,7 +123,7 @@ def export(run: Path, to: Path, *, per_question: int | None = None) -> int:
     with Store(run / "samples.db", create=False) as store:
         source, _ = store.latest()
         if per_question is None:
-            per_question = settings.keep_per_question if (settings := _settings(run)) else 0
+            per_question = recipe.sample.keep_per_question if (recipe := recipe_of(run)) else 0
         kept = store.kept(source, per_question)
         if to.suffix == ".json":
             triples = [[row.text, _number(row.answer), row.reasoning.strip()] for row in kept]

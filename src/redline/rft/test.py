@@ -106,7 +106,8 @@ def _answer(
             session.progress(tokens, elapsed_s, left_s=(count - done) * elapsed_s / done, **facts)
     heard.sort(key=lambda one: one.request.tag)
     with Pool(session.asked.name, session.asked.data) as pool:
-        verdicts = pool.score([(question, one.text) for question, one in zip(questions, heard, strict=True)])
+        texts = [session.task.answer_of(one.text) for one in heard]
+        verdicts = pool.score(list(zip(questions, texts, strict=True)))
     whole = [session.task.finished(one.text, one.finish) for one in heard]
     counted = [
         verdict if ended else verdict._replace(correct=False)
@@ -128,7 +129,7 @@ def _speaker(session: Session, weights: Weights) -> Iterator[Speaker]:
     else:
         opened = open_weights(place_of(session.folder.path, weights).model)
         model = opened.build(session.process.device, COMPUTE_DTYPE[session.plan.precision])
-        yield Speaker(opened, model, session.model.tokenizer)
+        yield Speaker(opened, model)
 
 
 def _groups(session: Session, questions: Sequence[Question], verdicts: Sequence[Verdict]) -> dict[str, Any]:

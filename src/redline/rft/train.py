@@ -119,13 +119,9 @@ def train(session: Session, on: On) -> dict[str, Any]:
 def _rows_per_s(folder: RunFolder) -> float | None:
     """Examples per second over all updates but the first, weighted by time: an epoch's last batch may be short."""
     lines = read_lines(folder.metrics_path)
-    known = [
-        (rate, s)
-        for line in lines[1:] or lines
-        for rate in values([line], "rows_per_s")
-        for s in values([line], "step_s")
-    ]
-    return sum(rate * s for rate, s in known) / sum(s for _, s in known) if any(s for _, s in known) else None
+    timed = [line for line in lines[1:] or lines if line.get("rows_per_s") and line.get("step_s")]
+    spent_s = sum(values(timed, "step_s"))
+    return sum(line["rows_per_s"] * line["step_s"] for line in timed) / spent_s if timed else None
 
 
 def read_done(place: Place) -> dict[str, Any] | None:
@@ -137,7 +133,6 @@ def read_done(place: Place) -> dict[str, Any] | None:
 
 
 def _sizes(place: Place) -> dict[str, int]:
-    """The files of the result with their sizes."""
     return {
         str(path.relative_to(place.record.parent)): path.stat().st_size
         for folder in (place.adapter, place.model)

@@ -6,9 +6,8 @@ with open_domains(recipe, opened) as domains:
 """
 
 import hashlib
-import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from redline.config.recipe import Recipe
 from redline.engine.prompt import Asked, ask
 from redline.engine.request import Completion, Request, Sampling
 from redline.errors import ConfigError, DataError
+from redline.machine.facts import cpu_cores
 from redline.rl.policy import Run
 from redline.rl.samples import Key, Sample
 from redline.tasks.pool import Pool
@@ -71,14 +71,12 @@ class Domains:
         return drawn[number]
 
     def seed(self, step: int, key: Key) -> int:
-        """The seed of the answers to that question."""
         text = "/".join(map(str, (self.recipe.train.seed, step, *key)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
     def held_out(self, domain: str) -> list[Asked]:
         own = self.by_name[domain]
-        chosen = (self._asked(own, question) for question in own.held_out)
-        return [asked for asked in chosen if len(asked.prompt) <= self.rl.max_prompt_tokens]
+        return list(self._fitting(own, own.held_out))
 
     def sampling(self, stops: tuple[str, ...], *, greedy: bool = False) -> Sampling:
         most, temperature = self.rl.max_new_tokens, 0.0 if greedy else 1.0
@@ -135,19 +133,23 @@ class Domains:
 
     def _shuffled(self, domain: str, step: int) -> Iterator[Asked]:
         """The domain's questions in the order of this step, over and over."""
-        own, longest, fitting = self.by_name[domain], self.rl.max_prompt_tokens, True
-        number = self.seed(step, (domain, -1)) % 2**63
+        own, number = self.by_name[domain], self.seed(step, (domain, -1)) % 2**63
         order = np.random.default_rng(number).permutation(len(own.questions)).tolist()
-        while fitting:
-            fitting = False
-            for place in order:
-                if len((asked := self._asked(own, own.questions[place])).prompt) <= longest:
-                    fitting = True
-                    yield asked
-        raise DataError(
-            f"every prompt of domain {domain} is longer than rl.max_prompt_tokens ({longest}): raise it, or lower"
-            " prompt.shots"
-        )
+        while True:
+            yield from self._fitting(own, (own.questions[place] for place in order))
+
+    def _fitting(self, domain: Domain, questions: Iterable[Question]) -> Iterator[Asked]:
+        """The questions whose prompts are short enough; if there is none, an error."""
+        longest, fitting = self.rl.max_prompt_tokens, False
+        for question in questions:
+            if len((asked := self._asked(domain, question)).prompt) <= longest:
+                fitting = True
+                yield asked
+        if not fitting:
+            raise DataError(
+                f"every prompt of domain {domain.name} is longer than rl.max_prompt_tokens ({longest}): raise it, or"
+                " lower prompt.shots"
+            )
 
     def _asked(self, domain: Domain, question: Question) -> Asked:
         if (known := domain._read.get(question.id)) is not None:
@@ -185,7 +187,7 @@ def open_domains(recipe: Recipe, opened: Opened, *, processes: int = 1) -> Itera
     """Load every domain and start its scoring processes; `processes` share the machine."""
     rl, test = recipe.rl, recipe.test
     assert rl is not None
-    workers = max(1, len(os.sched_getaffinity(0)) // (len(rl.domains) * processes))
+    workers = max(1, cpu_cores() // (len(rl.domains) * processes))
     with ExitStack() as stack:
         found = []
         for spec, name in zip(rl.domains, rl.names, strict=True):

@@ -15,7 +15,6 @@ engine here: they need the newest weights, and workers continue with the next st
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -68,21 +67,14 @@ class Policy:
         """Time spent on putting the weights into the engine, over its life."""
         self._engine: LocalEngine | None = None
         self._workers: RayEngine | None = None
-        self._told: deque[tuple[str, dict[str, Any]]] = deque()
-        """Events of a thread that draws, until the one that trains passes them on."""
 
     def voice(self) -> Voice:
         """The weights as they are now; the first call starts the workers."""
         if self.on is None:
             return self.speaking
-        self._tell()
         if self._workers is None:
             self._workers = RayEngine(
-                self.model,
-                self.tokenizer,
-                place=self.on,
-                event=lambda kind, **facts: self._told.append((kind, facts)),
-                **self.settings(),
+                self.model, self.tokenizer, place=self.on, event=self.event, **self.settings()
             )
         else:
             began_s = time.perf_counter()
@@ -113,7 +105,6 @@ class Policy:
         return self._engine
 
     def settings(self) -> dict[str, Any]:
-        """Settings of an engine for this policy."""
         return {
             "slots": self.slots,
             "max_prompt_tokens": self.rl.max_prompt_tokens,
@@ -146,15 +137,9 @@ class Policy:
         if self._workers is not None:
             self._workers.close()
             self._workers = None
-        self._tell()
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-
-    def _tell(self) -> None:
-        while self._told:
-            kind, facts = self._told.popleft()
-            self.event(kind, **facts)
 
     def _copy(self) -> Transformer:
         """A model of the whole weights without adapters, in the compute dtype; filled before every use."""

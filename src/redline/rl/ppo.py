@@ -91,7 +91,6 @@ class Critic:
         self.learner.mark("")
 
     def improve(self, part: Part) -> Update:
-        """The critic's update on the passes of this process."""
 
         def forward(rows: Sequence[Row]) -> Tensor:
             given = columns_of(rows, self.learner.process.device)

@@ -107,9 +107,11 @@ class Rollouts:
         waited_s = time.perf_counter() - began_s - (self.policy.weights_s - weights_s)
         self.phase("update")
         last = min(step + self.policy.behind, self.domains.recipe.train.steps)
-        for later in range(step + 1 + len(self._ahead), last + 1):
-            drawing = _Drawing(later, self.done, self.policy.voice(), lambda name: None)
-            self._ahead[later] = self._thread.submit(self._draw, drawing)
+        if ahead_of := range(step + 1 + len(self._ahead), last + 1):
+            voice = self.policy.voice()
+            for later in ahead_of:
+                drawing = _Drawing(later, self.done, voice, lambda name: None)
+                self._ahead[later] = self._thread.submit(self._draw, drawing)
         self.done = step
         # The rewards come last in what an update hid.
         reward_s = min(drawn.reward_s, waited_s)

@@ -4,7 +4,6 @@ validate = make_validation(domains, policy)
 validate(model, pass_size)      # {"valid_accuracy": 0.41, "valid_accuracy.units": 0.52, ..._low.units, ..._high.units}
 """
 
-from collections import Counter
 from collections.abc import Callable
 from statistics import fmean
 
@@ -19,12 +18,9 @@ def make_validation(domains: Domains, policy: Policy) -> Callable[[Transformer, 
 
     def validate(_model: Transformer, _pass_size: int) -> dict[str, float]:
         policy.phase("validate")
-        asked = [
-            ((name, place), one)
-            for name in domains.by_name
-            for place, one in enumerate(domains.held_out(name))
-        ]
-        right, counts = dict.fromkeys(domains.by_name, 0.0), Counter(name for (name, _), _ in asked)
+        held_out = {name: domains.held_out(name) for name in domains.by_name}
+        counts, right = {name: len(own) for name, own in held_out.items()}, dict.fromkeys(held_out, 0.0)
+        asked = [((name, place), one) for name, own in held_out.items() for place, one in enumerate(own)]
         with policy.speaking() as run:
             mine = dict(asked[process.rank :: process.world_size])
             for (name, _), (sample,) in domains.answers(run, mine):

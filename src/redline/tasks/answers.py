@@ -16,7 +16,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from redline.tasks.task import Question, Verdict
+from redline.tasks.task import Question, Score, Verdict
 
 INSTRUCTION = "End with the answer in answer tags, like <answer>{}</answer>."
 END = "</answer>"
@@ -51,19 +51,15 @@ def find_block(completion: str) -> str | None:
     return blocks[-1].strip("\n") or None if blocks else None
 
 
-def judged(answer: str | None, reward: float) -> Verdict:
-    """The verdict on an answer that was read and earns this reward from 0 to 1, or that could not be read."""
-    if answer is None:
-        return Verdict(correct=False, parsed=False, reward=0.0, answer=None)
-    return Verdict(correct=reward == 1, parsed=True, reward=float(reward), answer=answer)
-
-
-def scored_by(earns: Callable[[str, str], float]) -> Callable[[Question, str], Verdict]:
-    """A task's `score` from what an answer earns compared with the expected one."""
+def scored_by(earns: Callable[[str, str], float], read: Callable[[str], str | None] = find) -> Score:
+    """A task's `score`: `read` takes the answer out of a completion, and `earns` compares it with the expected one and
+    gives a reward from 0 to 1."""
 
     def score(question: Question, completion: str) -> Verdict:
-        answer = find(completion)
-        return judged(answer, 0 if answer is None else earns(answer, question.answer))
+        if (answer := read(completion)) is None:
+            return Verdict(correct=False, parsed=False, reward=0.0, answer=None)
+        reward = earns(answer, question.answer)
+        return Verdict(correct=reward == 1, parsed=True, reward=float(reward), answer=answer)
 
     return score
 

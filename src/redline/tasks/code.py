@@ -18,7 +18,7 @@ from redline.tasks import answers
 from redline.tasks.asserts import from_asserts, value_of
 from redline.tasks.domain import SPLITS, Drawn, domain, split_of
 from redline.tasks.sandbox import run
-from redline.tasks.task import Question, Verdict
+from redline.tasks.task import Question
 
 MOST_INPUTS = 16
 """Inputs to try from a problem that has more: each is a run, and a run costs about 50 ms of processor time."""
@@ -51,13 +51,12 @@ def draw(randomness: random.Random) -> Drawn:
     return Drawn(text, answer, solution, split_of(f"{kind} {number}"), kind)
 
 
-def score(question: Question, completion: str) -> Verdict:
-    program = answers.find_block(completion)
-    if program is None:
-        return answers.judged(None, 0)
-    tests = json.loads(question.answer)
-    passed = _calls_pass(program, tests) if "calls" in tests else _inputs_pass(program, tests)
-    return answers.judged(program, passed)
+def passes(program: str, expected: str) -> bool:
+    tests = json.loads(expected)
+    return _calls_pass(program, tests) if "calls" in tests else _inputs_pass(program, tests)
+
+
+score = answers.scored_by(passes, answers.find_block)
 
 
 def _calls_pass(program: str, tests: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from redline.errors import ConfigError, DataError, nearest
 from redline.tasks.answers import END
 from redline.tasks.guru import guru_files, guru_question
-from redline.tasks.task import Question, Task, Verdict, at_most
+from redline.tasks.task import Question, Score, Task, at_most
 
 SPLITS = ("train", "valid", "test")
 UNBOUNDED = 1000
@@ -40,7 +40,6 @@ class Drawn(NamedTuple):
 
 
 Draw = Callable[[random.Random], Drawn]
-Score = Callable[[Question, str], Verdict]
 Row = Callable[[str, Mapping[str, Any]], Question | None]
 """(id, row of a file) -> question; None leaves the row out."""
 

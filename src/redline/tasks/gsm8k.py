@@ -11,8 +11,8 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from redline.tasks.answers import judged
-from redline.tasks.task import Question, Task, Verdict, read_split
+from redline.tasks.answers import scored_by
+from redline.tasks.task import Question, Task, read_split
 
 # A minus is a sign only if no operand precedes it: "10-5" ends in 5. Exponents are bounded because
 # Decimal's are.
@@ -53,9 +53,11 @@ def parse_number(completion: str) -> Decimal | None:
     return Decimal(re.sub("[$£€,]", "", numbers[0])) if numbers else None
 
 
-def score(question: Question, completion: str) -> Verdict:
-    answer = parse_number(completion)
-    return judged(None, 0) if answer is None else judged(str(answer), answer == Decimal(question.answer))
+def read(completion: str) -> str | None:
+    return None if (number := parse_number(completion)) is None else str(number)
+
+
+score = scored_by(lambda answer, expected: Decimal(answer) == Decimal(expected), read)
 
 
 def row(name: str, fields: Any) -> Question | None:

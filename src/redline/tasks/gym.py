@@ -18,7 +18,6 @@ from redline.tasks.task import Question, Task, Verdict
 
 
 def make(name: str) -> Task:
-    """The task of one data set."""
     gym = need("reasoning_gym", extra="gym")
     known = need("reasoning_gym.factory", extra="gym").DATASETS
     if name not in known:
@@ -40,11 +39,11 @@ def make(name: str) -> Task:
         return generate(f"gym:{name}", draw, split, count, seed)
 
     def score(question: Question, completion: str) -> Verdict:
-        answer = answers.find(completion)
-        if answer is None:
-            return answers.judged(None, 0)
-        made, facts = entry(int(question.meta["kind"]))
-        return answers.judged(answer, min(1.0, made.score_answer(answer=answer, entry=facts)))
+        def earns(answer: str, _expected: str) -> float:
+            made, facts = entry(int(question.meta["kind"]))
+            return min(1.0, made.score_answer(answer=answer, entry=facts))
+
+        return answers.scored_by(earns)(question, completion)
 
     return Task(
         name=f"gym:{name}",

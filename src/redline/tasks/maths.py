@@ -15,8 +15,8 @@ from typing import Any
 
 from redline.errors import need
 from redline.tasks import answers
-from redline.tasks.domain import Drawn, Score, domain, split_of
-from redline.tasks.task import Question
+from redline.tasks.domain import Drawn, domain, split_of
+from redline.tasks.task import Question, Score
 from redline.tasks.units import whole_conversions
 
 FILES = {"train": ("train.jsonl",), "valid": ("validation.jsonl",), "test": ("test.jsonl", "math500.jsonl")}

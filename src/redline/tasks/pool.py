@@ -29,6 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from redline.errors import ConfigError, MachineError, RedlineError
+from redline.machine.facts import cpu_cores
 from redline.tasks.task import Question, Verdict
 from redline.tasks.worker import failed
 
@@ -58,7 +59,7 @@ class Pool:
         memory_bytes: int = 2 << 30,
     ) -> None:
         """`workers`: default one per core; `budget_s`: wall clock per completion; `memory_bytes`: address space per process."""
-        count = workers if workers is not None else len(os.sched_getaffinity(0))
+        count = workers if workers is not None else cpu_cores()
         if count < 1 or not budget_s > 0:
             raise ConfigError(
                 f"a scoring pool needs at least 1 worker and a budget above 0 s, got {count} and {budget_s}"

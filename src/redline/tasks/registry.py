@@ -55,7 +55,6 @@ def load_task(spec: str, data: str | None = None) -> Task:
 
 
 def _function(path: Path, name: str) -> Make:
-    """Run the file and take its function."""
     if not path.is_file():
         raise ConfigError(f"no task file at {path}: name an existing Python file")
     module_spec = importlib.util.spec_from_file_location(f"redline_task_{path.stem}", path)

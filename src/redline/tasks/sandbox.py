@@ -137,7 +137,6 @@ def _leaves_open(name: str) -> tuple[str, ...]:
 
 
 def _spec(layer: str, limits: Limits) -> dict[str, Any]:
-    """The cell's instructions."""
     python = os.path.realpath(sys.executable)
     roots = _roots(python)
     sizes = {

@@ -5,6 +5,7 @@ An answer is right if it is the same Python or JSON value; capitals matter, spac
 GURU's CodeI/O the answer is a fenced JSON block, so a completion without a marked answer may end with one.
 """
 
+import functools
 import json
 import random
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 from redline.tasks import answers
 from redline.tasks.domain import Drawn, domain, split_of
-from redline.tasks.task import Question, Verdict
+from redline.tasks.task import Question
 
 FILES = dict.fromkeys(("train", "valid", "test"), ("cruxeval.jsonl",))
 EXAMPLES = (
@@ -42,17 +43,12 @@ def draw(randomness: random.Random) -> Drawn:
     return Drawn(text, result, f"<answer>{result}</answer>", split_of(f"{kind} {sorted(numbers)}"), kind)
 
 
-def score(question: Question, completion: str) -> Verdict:
-    answer = answers.find(completion)
-    if answer is None and (block := answers.find_block(completion)) is not None:
-        answer = _output(block)
-    return answers.judged(answer, answer is not None and answers.same(answer, question.answer, fold=False))
-
-
-def _output(block: str) -> str | None:
-    """What a JSON block gives as `output` or `input`, or the block where it has neither."""
+def find(completion: str) -> str | None:
+    """The marked answer, or what a last JSON block gives as `output` or `input` (the block if it has neither)."""
+    if (answer := answers.find(completion)) is not None:
+        return answer
     try:
-        found = json.loads(block)
+        found = json.loads(answers.find_block(completion) or "")
     except (ValueError, RecursionError):
         return None
     if isinstance(found, dict):
@@ -72,7 +68,7 @@ make = domain(
     "simulation",
     about="follow steps: count, sort, update a variable; or CRUXEval and GURU files",
     draw=draw,
-    score=score,
+    score=answers.scored_by(functools.partial(answers.same, fold=False), find),
     instruction=answers.INSTRUCTION.format(7),
     examples=EXAMPLES,
     files=FILES,

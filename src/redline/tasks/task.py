@@ -51,6 +51,10 @@ class Verdict(NamedTuple):
     """Why the scorer itself failed; None: it did not."""
 
 
+Score = Callable[[Question, str], Verdict]
+"""A task's scorer: the verdict on a completion."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """Questions and their scorer. The functions run in other processes: no global state."""
@@ -60,7 +64,7 @@ class Task:
     questions: Callable[[str, int | None, int], list[Question]]
     """(split, count or None for all, seed) -> questions, the same for the same arguments; a larger count
     begins with a smaller one. Tasks that read files keep their order and take no notice of the seed."""
-    score: Callable[[Question, str], Verdict]
+    score: Score
     instruction: str = ""
     """What to do, and the format of the answer."""
     examples: tuple[tuple[str, str], ...] = ()

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from redline.errors import ConfigError
 from redline.record.files import shipped
-from redline.tasks.answers import END, judged
+from redline.tasks.answers import END, scored_by
 from redline.tasks.domain import SPLITS, check_split
-from redline.tasks.task import Question, Task, Verdict, at_most, read_split
+from redline.tasks.task import Question, Task, at_most, read_split
 
 _DATA = shipped("tasks/units.toml")
 FAMILIES: dict[str, list[tuple[Fraction, str]]] = {
@@ -60,12 +60,13 @@ def convert(number: int | Fraction, source: str, target: str) -> float:
     return float(number * (_sizes(family)[source] / _sizes(family)[target]))
 
 
-def parse_answer(completion: str) -> float:
-    """The number in the first answer tag, or NaN, as the task's specification has it."""
+def parse_answer(completion: str) -> str | None:
+    """What the first answer tag holds, if that is a number, as the task's specification has it."""
     try:
-        return float(completion.split("<answer>")[1].split("</answer>")[0])
+        written = completion.split("<answer>")[1].split("</answer>")[0].strip()
+        return None if math.isnan(float(written)) else written
     except (IndexError, ValueError):
-        return math.nan
+        return None
 
 
 def is_correct(answer: float, reference: float) -> bool:
@@ -73,12 +74,7 @@ def is_correct(answer: float, reference: float) -> bool:
     return abs(round(answer, 3) - round(reference, 3)) < 0.05 * abs(round(reference, 3))
 
 
-def score(question: Question, completion: str) -> Verdict:
-    answer = parse_answer(completion)
-    if math.isnan(answer):
-        return judged(None, 0)
-    written = completion.split("<answer>")[1].split("</answer>")[0].strip()
-    return judged(written, is_correct(answer, float(question.answer)))
+score = scored_by(lambda answer, expected: is_correct(float(answer), float(expected)), parse_answer)
 
 
 def parse_question(text: str) -> Conversion | None:
@@ -194,10 +190,6 @@ def _family(source: str, target: str) -> str | None:
 
 @functools.cache
 def _patterns() -> list[re.Pattern[str]]:
-    groups = {r"\{n\}": r"(?P<n>\d{1,9})", r"\{a\}": "(?P<a>.+?)", r"\{b\}": "(?P<b>.+?)"}
-    return [
-        re.compile(
-            functools.reduce(lambda text, name: text.replace(name, groups[name]), groups, re.escape(t))
-        )
-        for t in TEMPLATES
-    ]
+    groups = {"n": r"(?P<n>\d{1,9})", "a": "(?P<a>.+?)", "b": "(?P<b>.+?)"}
+    escaped = (re.escape(template).replace(r"\{", "{").replace(r"\}", "}") for template in TEMPLATES)
+    return [re.compile(text.format(**groups)) for text in escaped]

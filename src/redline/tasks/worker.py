@@ -17,13 +17,12 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from redline.errors import RedlineError
 from redline.tasks import sandbox
 from redline.tasks.registry import load_task
-from redline.tasks.task import Question, Verdict
+from redline.tasks.task import Question, Score, Verdict
 
 PROCESS_EVENTS = frozenset(
     {"os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen"}
@@ -31,8 +30,6 @@ PROCESS_EVENTS = frozenset(
 
 LONGEST_ANSWER = 100_000
 """Characters of an answer; a longer text is not an answer, and is not sent."""
-
-Score = Callable[[Question, str], Verdict]
 
 
 def main(spec: str, data: str, budget_s: float, memory_bytes: int, mark: str) -> None:

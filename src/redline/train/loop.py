@@ -23,7 +23,6 @@ from redline.errors import CheckpointError, TrainingError
 from redline.model.transformer import redraw_when_due
 from redline.plan.values import NEEDED_CAPABILITY
 from redline.record import startup
-from redline.record.observe import Observers
 from redline.record.read import attempts, lost_updates
 from redline.record.run import LineWriter, RunFolder, read_lines
 from redline.train import execution
@@ -60,7 +59,7 @@ class Trainer:
     def __init__(self, job: Job, process: Process) -> None:
         self.job, self.opened, self.process, self.objective = job, job.opened, process, job.objective
         self.plan, self.train = job.plan, fixed(job.recipe.train, job.steps)
-        self.observers, self._event = Observers(job.opened.observers), job.opened.event
+        self.observers, self._event = job.opened.watching, job.opened.event
         self.progress = Progress()
         self.why: str | None = None
         """Why the run ends, once it does."""

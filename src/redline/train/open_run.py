@@ -9,6 +9,7 @@ begins, with whatever values it has: the event `forked` names it and lists them.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,10 @@ class OpenRun:
     fork: Path | None = None
     """A checkpoint of another run, from which this one continues with other values."""
 
+    @functools.cached_property
+    def watching(self) -> Observers:
+        return Observers(self.observers)
+
     def check_fork(self, step: int, steps: int) -> None:
         """A fork keeps counting from its checkpoint: refuse one that would train nothing."""
         if step >= steps:
@@ -54,7 +59,7 @@ class OpenRun:
     def event(self, kind: str, **facts: Any) -> None:
         if self.folder is not None:
             self.folder.event(kind, **facts)
-        Observers(self.observers).event(kind, facts)
+        self.watching.event(kind, facts)
 
 
 @contextlib.contextmanager
@@ -76,11 +81,10 @@ def open_run(
                 adopt(folder, recipe, fork=begins_with)
             save(plan, folder.plan_path)
         stack.enter_context(failures_recorded(run))  # once the folder is ours
-        watching: Sequence[Observer] = ()
-        if folder is not None:
-            watching = observers(max(step_folders(folder.checkpoints_path), default=0))
-            stack.callback(Observers(watching).close)
-        yield OpenRun(run, folder, watching, begins_with)
+        step = max(step_folders(folder.checkpoints_path), default=0) if folder is not None else 0
+        opened = OpenRun(run, folder, observers(step) if folder is not None else (), begins_with)
+        stack.callback(opened.watching.close)
+        yield opened
 
 
 def adopt(folder: RunFolder, recipe: Recipe, *, fork: Path | None = None) -> None:
