@@ -323,7 +323,7 @@ def test_the_outcome_breaks_no_word_in_80_columns(tmp_path, capsys, monkeypatch)
     print_outcome("finished", 4, folder)
     told = capsys.readouterr().out.splitlines()
     (first,) = (place for place, line in enumerate(told) if line.startswith("validation loss"))
-    assert told[first].rstrip().endswith("148,606.6 per")
+    assert told[first].rstrip().endswith("148,607 per")
     assert told[first + 1] == "word, 3.1000 bits/byte"
 
 

@@ -6,9 +6,11 @@ import sys
 import pytest
 
 from redline.record.units import (
+    counted,
     format_bytes,
     format_count,
     format_duration,
+    format_iso,
     format_limit_share,
     format_rate,
     format_share,
@@ -96,6 +98,20 @@ def test_rate_and_share() -> None:
 )
 def test_duration(duration_s: float | None, text: str) -> None:
     assert format_duration(duration_s) == text
+
+
+def test_a_number_and_its_noun_agree() -> None:
+    told = [counted(n, "pass") for n in (0, 1, 12_000)]
+    assert told == ["0 passes", "1 pass", "12,000 passes"]
+    assert (counted(1, "seed"), counted(3, "seed"), counted(2, "child", "children")) == (
+        "1 seed",
+        "3 seeds",
+        "2 children",
+    )
+
+
+def test_an_iso_time_reads_like_the_times_of_the_report() -> None:
+    assert format_iso("2026-11-19T20:33:18+00:00") == "2026-11-19 20:33:18 UTC"
 
 
 def test_sparkline() -> None:

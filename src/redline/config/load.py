@@ -106,8 +106,9 @@ def _find(name: str) -> Path:
     recipes = shipped()
     path = recipes.get(name, Path(name))
     if not path.is_file():
-        known = ", ".join(recipes)
-        raise ConfigError(f"no recipe {name!r}{nearest(name, recipes)}: give a path or one of {known}")
+        close = nearest(name, recipes)
+        known = "`redline recipes` lists them" if close else f"give a path or one of {', '.join(recipes)}"
+        raise ConfigError(f"no recipe {name!r}{close}: {known}")
     return path
 
 

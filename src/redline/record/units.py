@@ -38,6 +38,13 @@ def format_count(count: float | None) -> str:
     return f"{value:.3g}" if unit == "" else f"{_decimal(value)}{unit}"
 
 
+def counted(count: int, one: str, several: str = "") -> str:
+    """`1 pass`, `2 passes`, `12,000 steps`: a number with its noun in the singular or the plural."""
+    if count == 1:
+        return f"1 {one}"
+    return f"{count:,} {several or one + ('es' if one.endswith(('s', 'x', 'ch')) else 's')}"
+
+
 def format_rate(per_s: float | None, what: str) -> str:
     """`41.2k tok/s`."""
     return DASH if per_s is None else f"{format_count(per_s)} {what}/s"
@@ -75,6 +82,11 @@ def format_duration(duration_s: float | None) -> str:
         return f"{sign}{minutes // 60} h {minutes % 60} m"
     hours = round(length_s / 3600)
     return f"{sign}{hours // 24} d {hours % 24} h"
+
+
+def format_iso(at: str) -> str:
+    """`2026-11-19 20:33:18 UTC`, of the ISO time `2026-11-19T20:33:18+00:00`."""
+    return at.replace("T", " ").replace("+00:00", " UTC")
 
 
 def format_amount(value: float | str, unit: str) -> str:

@@ -56,7 +56,7 @@ def print_report(runs: list[RunView], console: Console) -> None:
         _bars(out, "Memory", run.memory_bars if run.summary.memory.predicted_bytes else [], shares=False)
         print_ablation(run.ablation, console)
         if len(runs) == 1 and run.plan:
-            out.part("Plan", Grid(("value", "", "source", "reason"), run.plan))
+            out.part("Plan", Grid(("", "value", "source", "reason"), run.plan))
         out.line()
     if len(runs) > 1:
         _comparison(out, runs)
