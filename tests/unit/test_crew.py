@@ -95,7 +95,10 @@ def test_processes_that_died_and_runs_that_shrank_are_told(tmp_path: Path) -> No
     shrunk = {"at": 3.0, "event": "resized", "step": 7, "world_size_before": 4, "world_size": 2}
     found = crew_of(write_run(tmp_path / "run", events=[begun, died, shrunk]))
     assert [(one.state, one.note) for one in found.members] == [("died", died["error"])]
-    assert found.said == [died["error"], "the number of processes changed from 4 to 2 at update 7; the batch stays the same"]
+    assert found.said == [
+        died["error"],
+        "the number of processes changed from 4 to 2 at update 7; the batch stays the same",
+    ]
 
 
 WORKERS = (
