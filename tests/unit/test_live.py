@@ -88,6 +88,14 @@ class TestPlain:
         run.view.close()
         assert run.shown() == shown
 
+    def test_an_event_comes_after_the_update_that_it_follows(self) -> None:
+        run = PlainRun()
+        run.steps(range(1, 8), step_s=0.001)
+        run.view.event("validation", {"step": 7, "valid_loss": 3.5})
+        told = run.stream.getvalue().splitlines()
+        assert told[-2].startswith("step 7/1000")
+        assert told[-1] == "validation loss 3.5000 at update 7"
+
     def test_missing_and_broken_numbers(self) -> None:
         run = PlainRun()
         run.view.metrics({"step": 1, "loss": math.nan})

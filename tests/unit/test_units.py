@@ -7,6 +7,7 @@ import pytest
 
 from redline.record.units import (
     counted,
+    format_amount,
     format_bytes,
     format_count,
     format_duration,
@@ -108,6 +109,22 @@ def test_a_number_and_its_noun_agree() -> None:
         "3 seeds",
         "2 children",
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (195_173.0, "s", "2 d 6 h"),
+        (19.2, "s", "19.2 s"),
+        (24.8, "s of 32.6", "24.8 s of 32.6"),
+        (1, "sequences a GPU", "1 sequence a GPU"),
+        (12, "sequences a GPU", "12 sequences a GPU"),
+        (0.207, "of the device's", "20.7% of the device's"),
+        (2048, "tokens", "2,048 tokens"),
+    ],
+)
+def test_an_amount_reads_with_its_unit(value: float, unit: str, text: str) -> None:
+    assert format_amount(value, unit) == text
 
 
 def test_an_iso_time_reads_like_the_times_of_the_report() -> None:

@@ -189,6 +189,7 @@ class PlainView:
             return
         self._seen.begin(facts)
         if kind != "end" or not self._own:
+            self.close()  # the update that the event follows comes first
             self._print(told(kind, facts))
 
     def close(self) -> None:

@@ -93,13 +93,21 @@ def format_amount(value: float | str, unit: str) -> str:
     """`1.6% of 24 GiB`, `2,048 tokens`: a number and its unit; a share if the unit says of what."""
     if isinstance(value, str):
         text = value
+    elif unit == "s" and abs(value) >= 60:
+        return format_duration(value)
     elif abs(value) >= 1e6:
         text = format_count(value)
     elif unit.startswith(("of ", "share")):
         text = f"{value:.1%}"
     else:
         text = f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.3g}"
-    return f"{text} {unit}".strip()
+    noun, *rest = unit.split(" ")
+    if text == "1" and noun in _NOUNS:
+        noun = _NOUNS[noun]
+    return " ".join([text, noun, *rest]).strip()
+
+
+_NOUNS = {"sequences": "sequence", "rows": "row", "passes": "pass", "updates": "update", "samples": "sample"}
 
 
 def exact(value: float | None) -> str:
