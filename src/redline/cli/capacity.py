@@ -75,4 +75,4 @@ def _print_guide(row: Capacity) -> None:
         ("memory per GPU", "72 GB", "60 GB", format_bytes(row.memory_bytes)),
     ]
     columns = ("tuning guide 001, 8 GPUs", "it saw", "it aims at", "here by arithmetic")
-    show(columns, cells, title="\nBeside the guide's targets (docs/many-machines.md)", right=(1, 2, 3))
+    show(columns, cells, title="\nCompared with the guide's targets (docs/many-machines.md)", right=(1, 2, 3))

@@ -42,7 +42,7 @@ def counted(count: int, one: str, several: str = "") -> str:
     """`1 pass`, `2 passes`, `12,000 steps`: a number with its noun in the singular or the plural."""
     if count == 1:
         return f"1 {one}"
-    return f"{count:,} {several or one + ('es' if one.endswith(('s', 'x', 'ch')) else 's')}"
+    return f"{count:,} {several or one + ('es' if one.endswith(('s', 'x', 'tch')) else 's')}"
 
 
 def format_rate(per_s: float | None, what: str) -> str:
