@@ -18,6 +18,7 @@ from browser import ARGUMENTS, Missing, find_chromium, libraries
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from run_folders import ABLATION, EVALUATIONS, EVENTS, HOSTILE, jsonl, lines, write_run
 
+from redline.cli.main import main
 from redline.record.read import read_runs
 from redline.report.page import write_page
 from redline.report.serve import make_server
@@ -223,6 +224,19 @@ def test_on_a_phone_the_columns_of_a_comparison_lie_side_by_side(
         " innerWidth)"
     )
     assert opened.page.evaluate(right)
+    opened.page.close()
+
+
+def test_a_diagnosis_fits_a_phone_whatever_an_option_of_the_trainer_is_called(
+    chromium: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """verl's options are 50 characters without a place to break."""
+    log = Path(__file__).parents[1] / "data" / "logs" / "verl.log"
+    assert main(["diagnose", str(log), "--fact", "recompute=on", "--html", str(tmp_path / "verl.html")]) == 0
+    assert "actor_rollout_ref.model.enable_gradient_checkpointing=False" in capsys.readouterr().out
+    opened = Opened(chromium, (tmp_path / "verl.html").as_uri(), width=WIDTHS["phone"])
+    assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert opened.troubles == []
     opened.page.close()
 
 
