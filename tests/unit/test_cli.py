@@ -636,6 +636,17 @@ def test_a_reader_that_has_gone_is_no_error(arguments, unbuffered):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("environment", [{"REDLINE_LAUNCHER": "1"}, {"RANK": "1"}])
+def test_of_several_processes_one_says_that_the_warm_up_is_shortened(environment, monkeypatch, capsys):
+    command = ["plan", "nano", "--set", "train.steps=2"]
+    assert main(command) == 0
+    assert capsys.readouterr().err.count("exceeds the run's 2 steps: using 1") == 1
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(command) == 0
+    assert "exceeds" not in capsys.readouterr().err
+
+
 def test_a_mistake_in_a_real_process_is_one_line_without_a_traceback():
     command = [sys.executable, "-m", "redline", "plan", "nanoo"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -111,7 +111,12 @@ class TestPlain:
         run.view.close()
         run.view.close()  # says nothing twice
         rows = run.stream.getvalue().splitlines()
-        assert [row.split("  ")[1] for row in rows[1:5]] == [f"{n} samples" for n in (1, 17, 33, 44)]
+        assert [row.split("  ")[1] for row in rows[1:5]] == [
+            "1 sample",
+            "17 samples",
+            "33 samples",
+            "44 samples",
+        ]
         assert rows[0] == "sampling"
         assert rows[5:7] == ["training", f"MFU: {NOTE}"]
         assert rows[7].startswith("step 1/1000")
@@ -123,7 +128,7 @@ class TestPlain:
             run.now_s += 0.125
             run.view.metrics(SAMPLED | {"samples": number, "questions_done": 1000})
         rows = run.stream.getvalue().splitlines()
-        assert [row.split("  ")[1] for row in rows[1:]] == [f"{n} samples" for n in (1, 17, 33)]
+        assert [row.split("  ")[1] for row in rows[1:]] == ["1 sample", "17 samples", "33 samples"]
 
     def test_a_line_of_sampling_says_everything_that_is_known(self) -> None:
         seen = Seen()

@@ -220,7 +220,7 @@ def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
     ]  # fits 80 columns
     rewarded = ", ".join([f"{format_share(line.get('accuracy'))} correct", *rewards])
     rows = [
-        ("samples", _fixed(drawn, ","), to_come, "{} samples"),
+        ("samples", _fixed(drawn, ","), to_come, "{} sample" if drawn == 1 else "{} samples"),
         ("correct", format_share(success_rate(line)), "of the samples", "{} correct"),
         ("reward", _fixed(line.get("reward"), ".3f"), rewarded, "reward {}"),
         ("loss", _fixed(seen.loss, ".3f"), f"smoothed {_fixed(seen.smoothed_loss, '.3f')}", "loss {}"),

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from redline.config.load import load_recipe, shipped
 from redline.config.recipe import Recipe
 from redline.data.build import prepare
-from redline.errors import ConfigError, need
+from redline.errors import ConfigError, Say, need
+from redline.launch.processes import LAUNCHER
 from redline.machine.facts import MachineFacts
 from redline.machine.store import Ceilings, cached
 from redline.record.units import format_rate, visible
@@ -25,8 +27,12 @@ if TYPE_CHECKING:
 def recipe_of(options: argparse.Namespace, *more: str, runs: Sequence[str] = ()) -> Recipe:
     """The recipe with the user's overrides. A command that trains says which workloads it `runs`. A shape that the recipe
     leaves out is read from the initial weights, which needs torch: everything else is checked before."""
-    preset = getattr(options, "preset", None)
-    recipe = load_recipe(options.recipe, [*options.set, *more], preset=preset, say=status)
+    preset, said = (
+        getattr(options, "preset", None),
+        LAUNCHER in os.environ,
+    )  # by the process that started this one
+    say: Say = (lambda text: None) if said or os.environ.get("RANK", "0") != "0" else status
+    recipe = load_recipe(options.recipe, [*options.set, *more], preset=preset, say=say)
     if runs:
         _check_run(options.recipe, recipe, runs)
     if recipe.model.is_shaped or recipe.model.init_from is None:

@@ -52,7 +52,9 @@ def load_recipe(
     train = recipe.train
     if train.steps and train.warmup_steps > train.steps:
         clipped = max(1, train.steps // 10)
-        say(f"train.warmup_steps {train.warmup_steps} exceeds the run's {train.steps} steps: using {clipped}")
+        say(
+            f"train.warmup_steps {train.warmup_steps} exceeds the run's {train.steps:,} steps: using {clipped:,}"
+        )
         recipe = replace(recipe, train=replace(train, warmup_steps=clipped))
     return recipe
 

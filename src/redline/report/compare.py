@@ -70,7 +70,7 @@ def _level(runs: list[Run]) -> tuple[Level, str]:
             "the recipes differ, but data, tokenizer and validation set are the same: this compares the validation losses"
             " of different recipes, at equal time or tokens"
         )
-        other = "an update does other work, so tokens/s say nothing (time to a loss does)"
+        other = "an update is different work in each, so compare the times to a loss and not tokens/s"
         return ("yes", f"{across}; {same}") if same_work else ("loss only", f"{across}; {other}")
     if same_work:
         return "speed only", f"{same}; the trainings differ"

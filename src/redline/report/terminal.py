@@ -122,7 +122,7 @@ def _reinforcement(out: Printer, run: RunView) -> None:
         out.part("What the policy does", Grid(columns, rl.figures, right=(1, 2)))
     if rl.pairs:
         rows = [
-            (f"{a} and {b}", f"{cosine:+.2f}", f"{rate:.0%}", f"{tensors:.0%}")
+            (f"{a} and {b}", f"{cosine:+.2f}", format_share(rate), format_share(tensors))
             for a, b, cosine, rate, tensors in rl.pairs
         ]
         columns = ("", "mean cosine", "updates in conflict", "tensors in conflict")
@@ -160,7 +160,9 @@ def print_ablation(charts: list[Ablation], console: Console) -> None:
         title = f"Ablation: {chart.title}" if chart.title else "Ablation"
         out.part(title, note="measured is speed with the change over speed without it")
         if chart.rows:
-            console.print(Grid([*columns], [*zip(*columns.values(), strict=True)], right=(1, 2, 3)))
+            console.print(
+                Grid([*columns], [*zip(*columns.values(), strict=True)], (1, 2, 3), named_below=True)
+            )
         if chart.not_applicable:
             out.line(f"not applicable here: {'; '.join(f'{n} ({why})' for n, why in chart.not_applicable)}")
 
