@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from redline.config.load import load_recipe, shipped
 from redline.config.recipe import Recipe
 from redline.data.build import prepare
-from redline.errors import ConfigError, Say, need
+from redline.errors import ConfigError, need
 from redline.launch.processes import LAUNCHER
 from redline.machine.facts import MachineFacts
 from redline.machine.store import Ceilings, cached
@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 def recipe_of(options: argparse.Namespace, *more: str, runs: Sequence[str] = ()) -> Recipe:
     """The recipe with the user's overrides. A command that trains says which workloads it `runs`. A shape that the recipe
     leaves out is read from the initial weights, which needs torch: everything else is checked before."""
-    preset, said = (
-        getattr(options, "preset", None),
-        LAUNCHER in os.environ,
-    )  # by the process that started this one
-    say: Say = (lambda text: None) if said or os.environ.get("RANK", "0") != "0" else status
-    recipe = load_recipe(options.recipe, [*options.set, *more], preset=preset, say=say)
+    preset = getattr(options, "preset", None)
+    recipe = load_recipe(options.recipe, [*options.set, *more], preset=preset, say=say_once)
     if runs:
         _check_run(options.recipe, recipe, runs)
     if recipe.model.is_shaped or recipe.model.init_from is None:
@@ -83,6 +79,12 @@ def ceilings_of(facts: MachineFacts, *, refresh: bool = False) -> Ceilings:
 
     status("measuring this machine's ceilings")
     return load_or_measure(facts, refresh=refresh, progress=status)
+
+
+def say_once(text: str) -> None:
+    """A status that only one of several processes prints: the one that started the others, or the first."""
+    if LAUNCHER not in os.environ and os.environ.get("RANK", "0") == "0":
+        status(text)
 
 
 def find_model(options: argparse.Namespace) -> Path:

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
         status(f"plan written to {options.save}")
 
     def print_all() -> None:
-        print_plan(plan, recipe)
+        print_plan(plan, recipe, speed=not (rows and recipe.rl))
         if rows:
             print_capacity(rows, recipe, hardware, price=price)
 
@@ -147,7 +147,8 @@ def _tuned(options: argparse.Namespace, recipe: Recipe, rules: Plan, say: Say) -
     return tuned
 
 
-def print_plan(plan: Plan, recipe: Recipe) -> None:
+def print_plan(plan: Plan, recipe: Recipe, *, speed: bool = True) -> None:
+    """`speed`: also what the roofline says of it, unless a table of it follows."""
     console = Output()
     p = plan.prediction
     where = f"{plan.hardware.title}, {counted(plan.world_size, 'process')}"
@@ -170,9 +171,9 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
     if p.attainable_tokens_per_s and p.ceiling_tokens_per_s:
         limit_s = 3600 * recipe.train.max_hours if recipe.train.max_hours is not None else math.inf
         run_s = min(limit_s, recipe.tokens_per_step * recipe.train.steps / p.attainable_tokens_per_s)
-        speed = "speed" if plan.world_size == 1 else "speed without communication"
+        label = "speed" if plan.world_size == 1 else "speed without communication"
         console.print(
-            f"{speed}: attainable {format_rate(p.attainable_tokens_per_s, 'tokens')} by roofline, "
+            f"{label}: attainable {format_rate(p.attainable_tokens_per_s, 'tokens')} by roofline, "
             f"{format_rate(p.ceiling_tokens_per_s, 'tokens')} if only matrix products took time; "
             f"at the attainable speed the run takes {format_duration(run_s)}"
         )
@@ -181,7 +182,7 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
                 f"passes of {plan.micro_batch * recipe.data.seq_len:,} tokens are so small that the host's"
                 f" kernel launches limit the speed: use {_larger_passes(plan, recipe)}"
             )
-    else:
+    elif speed:
         console.print(
             "speed: no measured or datasheet rate is known for this hardware; run `redline machine`"
             if recipe.workload == "pretrain"

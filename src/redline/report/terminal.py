@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from redline.record.read import values
-from redline.record.units import format_count, format_share, sparkline
+from redline.record.units import counted, format_count, format_share, sparkline
 from redline.report.ablation import Ablation
 from redline.report.compare import Comparable
 from redline.report.grid import Grid
@@ -71,7 +71,7 @@ def _identity(out: Printer, run: RunView) -> None:
         f"recipe {s.recipe}" + (f", {format_count(s.parameters)} parameters" if s.parameters else ""),
         f"on {s.hardware}{machines}" if s.hardware else "",
         s.precision or "",
-        f"{s.updates:,} updates" if s.updates or s.workload != "rft" else "",
+        counted(s.updates, "update") if s.updates or s.workload != "rft" else "",
         f"fingerprint {s.fingerprint}" if s.fingerprint else "",
     ]
     out.line(" · ".join(fact for fact in facts if fact))
