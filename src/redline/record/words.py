@@ -14,7 +14,7 @@ from redline.record.units import exact, fact, format_share, named
 
 WORDS: dict[str, list[str]] = shipped("record/events.toml")
 _VALIDATION: dict[str, Callable[[float], str]] = {
-    "valid_perplexity": "perplexity {:.2f} per token".format,
+    "valid_perplexity": "perplexity {:,.2f} per token".format,
     "valid_word_perplexity": lambda perplexity: (
         f"{exact(perplexity) if perplexity < 1e9 else f'{perplexity:.2e}'} per word"
     ),
