@@ -64,8 +64,7 @@ def print_report(runs: list[RunView], console: Console) -> None:
 
 def _identity(out: Printer, run: RunView) -> None:
     s = run.summary
-    told = s.state.text if s.state.text.startswith(s.state.ending) else f"{s.state.ending}: {s.state.text}"
-    out.line(s.label, "bold", note=told)
+    out.line(s.label, "bold", note=str(s.state))
     machines = f" x {s.world_size}" if s.world_size and s.world_size > 1 else ""
     facts = [
         f"recipe {s.recipe}" + (f", {format_count(s.parameters)} parameters" if s.parameters else ""),
