@@ -636,6 +636,14 @@ def test_a_reader_that_has_gone_is_no_error(arguments, unbuffered):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_terminal_is_told_which_model_is_opened(monkeypatch, capsys):
+    """torch is imported next, which takes seconds; a pipe gets only the answer."""
+    for seen in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda seen=seen: seen, raising=False)
+        assert main(["evaluate", "demo"]) == 2  # needs --data
+        assert capsys.readouterr().err.startswith("opening ") == seen
+
+
 @pytest.mark.parametrize("environment", [{"REDLINE_LAUNCHER": "1"}, {"RANK": "1"}])
 def test_of_several_processes_one_says_that_the_warm_up_is_shortened(environment, monkeypatch, capsys):
     command = ["plan", "nano", "--set", "train.steps=2"]

@@ -88,8 +88,11 @@ def say_once(text: str) -> None:
 
 
 def find_model(options: argparse.Namespace) -> Path:
-    """The weights that the user names, found before torch is imported."""
-    return find(Path(options.model), options.checkpoint)
+    """The weights that the user names, found before torch is imported, which takes seconds."""
+    found = find(Path(options.model), options.checkpoint)
+    if sys.stderr.isatty():  # somebody waits
+        status(f"opening {found}")
+    return found
 
 
 def typed_pins(options: argparse.Namespace) -> frozenset[str]:
