@@ -72,7 +72,7 @@ def what_it_is(observed: Observed) -> list[tuple[str, str]]:
         lines.append(("model", f"{name}{format_count(facts.parameters)} parameters{trained}"))
     if facts.gpus or facts.gpu:
         board = f" x {observed.spec.title}" if observed.spec else ""
-        many = f"{facts.gpus:.0f}{board}" if facts.gpus else f"{board[3:]}, how many is not in the log"
+        many = f"{facts.gpus:.0f}{board}" if facts.gpus else f"{board[3:]}, the log does not say how many"
         lines.append(("GPUs", many))
     tokens = observed.median("tokens") or facts.tokens
     if facts.batch_size or tokens:
