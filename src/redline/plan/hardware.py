@@ -25,7 +25,7 @@ def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
     measured = (
         f"measured {format_iso(ceilings.measured_at)}"
         if ceilings
-        else "nothing measured: run `redline machine`"
+        else "nothing measured yet (run `redline machine`)"
     )
     if not facts.gpus:
         return Hardware(
