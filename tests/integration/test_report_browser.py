@@ -287,7 +287,7 @@ def test_the_watched_page_keeps_up_with_its_run(chromium: Any, tmp_path: Path) -
             events.write("".join(json.dumps(event) + "\n" for event in EVENTS[1:]))
         opened.page.get_by_text("40 of 40").wait_for(timeout=120_000)
         opened.page.wait_for_function(
-            "document.getElementById('pulse').textContent === 'finished, finished'", timeout=120_000
+            "document.getElementById('pulse').textContent === 'finished'", timeout=120_000
         )
         assert (
             opened.page.evaluate("document.querySelector('figure[data-chart=loss] canvas').toDataURL()")
