@@ -181,7 +181,7 @@ def test_a_saved_plan_is_what_is_executed(nano: Nano, recipe: Path, tmp_path: Pa
     answer(nano, "plan", recipe, *brief, "--nproc", "2", "--save", file)
     done = nano.train(recipe, tmp_path / "other", "--plan", str(file), *brief)
     assert done.code == 2
-    assert "the plan is for 2 process(es)" in one_line(done.err)
+    assert "the plan is for 2 processes" in one_line(done.err)
 
 
 def valid_split(nano: Nano, recipe: Path) -> TokenDataset:

@@ -18,6 +18,7 @@ from browser import ARGUMENTS, Missing, find_chromium, libraries
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from run_folders import ABLATION, EVALUATIONS, EVENTS, HOSTILE, jsonl, lines, write_run
 
+from redline.cli.main import main
 from redline.record.read import read_runs
 from redline.report.page import write_page
 from redline.report.serve import make_server
@@ -226,6 +227,19 @@ def test_on_a_phone_the_columns_of_a_comparison_lie_side_by_side(
     opened.page.close()
 
 
+def test_a_diagnosis_fits_a_phone_whatever_an_option_of_the_trainer_is_called(
+    chromium: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """verl's options are 50 characters without a place to break."""
+    log = Path(__file__).parents[1] / "data" / "logs" / "verl.log"
+    assert main(["diagnose", str(log), "--fact", "recompute=on", "--html", str(tmp_path / "verl.html")]) == 0
+    assert "actor_rollout_ref.model.enable_gradient_checkpointing=False" in capsys.readouterr().out
+    opened = Opened(chromium, (tmp_path / "verl.html").as_uri(), width=WIDTHS["phone"])
+    assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert opened.troubles == []
+    opened.page.close()
+
+
 def test_losses_of_every_fifth_update(chromium: Any, tmp_path: Path) -> None:
     """As a Trainer logs them: nothing is drawn before the first, the axis counts whole updates, and an end
     without numbers is marked."""
@@ -273,7 +287,7 @@ def test_the_watched_page_keeps_up_with_its_run(chromium: Any, tmp_path: Path) -
             events.write("".join(json.dumps(event) + "\n" for event in EVENTS[1:]))
         opened.page.get_by_text("40 of 40").wait_for(timeout=120_000)
         opened.page.wait_for_function(
-            "document.getElementById('pulse').textContent === 'finished, finished'", timeout=120_000
+            "document.getElementById('pulse').textContent === 'finished'", timeout=120_000
         )
         assert (
             opened.page.evaluate("document.querySelector('figure[data-chart=loss] canvas').toDataURL()")

@@ -323,7 +323,7 @@ def test_the_outcome_breaks_no_word_in_80_columns(tmp_path, capsys, monkeypatch)
     print_outcome("finished", 4, folder)
     told = capsys.readouterr().out.splitlines()
     (first,) = (place for place, line in enumerate(told) if line.startswith("validation loss"))
-    assert told[first].rstrip().endswith("148,606.6 per")
+    assert told[first].rstrip().endswith("148,607 per")
     assert told[first + 1] == "word, 3.1000 bits/byte"
 
 
@@ -644,6 +644,25 @@ def test_a_reader_that_has_gone_is_no_error(arguments, unbuffered):
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_is_told_which_model_is_opened(monkeypatch, capsys):
+    """torch is imported next, which takes seconds; a pipe gets only the answer."""
+    for seen in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda seen=seen: seen, raising=False)
+        assert main(["evaluate", "demo"]) == 2  # needs --data
+        assert capsys.readouterr().err.startswith("opening ") == seen
+
+
+@pytest.mark.parametrize("environment", [{"REDLINE_LAUNCHER": "1"}, {"RANK": "1"}])
+def test_of_several_processes_one_says_that_the_warm_up_is_shortened(environment, monkeypatch, capsys):
+    command = ["plan", "nano", "--set", "train.steps=2"]
+    assert main(command) == 0
+    assert capsys.readouterr().err.count("exceeds the run's 2 steps: using 1") == 1
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(command) == 0
+    assert "exceeds" not in capsys.readouterr().err
 
 
 def test_a_mistake_in_a_real_process_is_one_line_without_a_traceback():

@@ -110,8 +110,9 @@ def test_a_recipe_file_is_named_by_its_file_and_gets_the_written_defaults(minima
 def test_a_name_that_is_not_known_gets_the_nearest():
     message = refusal("gpt2-125m")
     assert "did you mean 'gpt2-124m'?" in message
+    assert message.endswith("`redline recipes` lists them")
     assert list(shipped()) == sorted(shipped())
-    assert message.endswith(", ".join(shipped()))
+    assert refusal("xyzzy").endswith(", ".join(shipped()))
 
 
 def test_a_table_that_the_workload_does_not_read_is_refused(minimal):

@@ -95,7 +95,10 @@ def test_processes_that_died_and_runs_that_shrank_are_told(tmp_path: Path) -> No
     shrunk = {"at": 3.0, "event": "resized", "step": 7, "world_size_before": 4, "world_size": 2}
     found = crew_of(write_run(tmp_path / "run", events=[begun, died, shrunk]))
     assert [(one.state, one.note) for one in found.members] == [("died", died["error"])]
-    assert found.said == [died["error"], "processes: 4 before, 2 from update 7 on; the batch is the same"]
+    assert found.said == [
+        died["error"],
+        "the number of processes changed from 4 to 2 at update 7; the batch stays the same",
+    ]
 
 
 WORKERS = (
@@ -135,7 +138,7 @@ def test_workers_that_are_there_have_the_samples_a_second_of_the_last_minute_tol
 def test_the_events_of_workers_are_told_and_the_lost_ones_in_red(tmp_path: Path) -> None:
     assert told("worker", dict(WORKERS[0])) == "worker-1 joined"
     assert told("worker", dict(WORKERS[3])) == "worker-2 died after 10 s and 40 samples: it was killed"
-    assert told("worker", dict(WORKERS[5])) == "worker-1 ended: 200 samples in 50 s"
+    assert told("worker", dict(WORKERS[5])) == "worker-1 ended after 200 samples in 50 s"
     assert told("extended", {"changed": {"train.steps": [50, 80]}}) == "extended: train.steps 50 to 80"
     rows = event_rows(read_run(of_four(tmp_path, 0.4, workers=WORKERS)))
     assert [text for _, text, kind in rows if kind] == [

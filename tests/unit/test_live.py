@@ -73,20 +73,28 @@ class TestPlain:
             "nano · cpu",
             f"MFU: {NOTE}",
             "step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  mem 1.2 GiB  wait 0.3 %  left 2 m 10 s",
-            "checkpoint of update 120, training stalled for 9 ms",
+            "checkpoint of update 120 saved; training paused for 9 ms",
         ]
 
     @pytest.mark.parametrize(
         ("steps", "step_s", "shown"),
-        [(9, 0.5, [1, 5, 9]), (1000, 0.001, [1, *range(100, 1001, 100)]), (7, 0.001, [1, 7])],
-        ids=["every two seconds", "every tenth", "and the last, however early"],
+        [(9, 0.5, [1, 5, 9]), (1000, 0.001, [1, 1000]), (7, 0.001, [1, 7])],
+        ids=["every two seconds", "however many there are", "and the last, however early"],
     )
     def test_when_a_step_is_shown(self, steps: int, step_s: float, shown: list[int]) -> None:
         run = PlainRun()
         run.steps(range(1, steps + 1), step_s=step_s)
-        assert run.shown() == shown[: -1 if steps == 7 else None]
+        assert run.shown() == shown[: None if step_s == 0.5 else -1]
         run.view.close()
         assert run.shown() == shown
+
+    def test_an_event_comes_after_the_update_that_it_follows(self) -> None:
+        run = PlainRun()
+        run.steps(range(1, 8), step_s=0.001)
+        run.view.event("validation", {"step": 7, "valid_loss": 3.5})
+        told = run.stream.getvalue().splitlines()
+        assert told[-2].startswith("step 7/1000")
+        assert told[-1] == "validation loss 3.5000 at update 7"
 
     def test_missing_and_broken_numbers(self) -> None:
         run = PlainRun()
@@ -103,7 +111,12 @@ class TestPlain:
         run.view.close()
         run.view.close()  # says nothing twice
         rows = run.stream.getvalue().splitlines()
-        assert [row.split("  ")[1] for row in rows[1:5]] == [f"{n} samples" for n in (1, 17, 33, 44)]
+        assert [row.split("  ")[1] for row in rows[1:5]] == [
+            "1 sample",
+            "17 samples",
+            "33 samples",
+            "44 samples",
+        ]
         assert rows[0] == "sampling"
         assert rows[5:7] == ["training", f"MFU: {NOTE}"]
         assert rows[7].startswith("step 1/1000")
@@ -115,7 +128,7 @@ class TestPlain:
             run.now_s += 0.125
             run.view.metrics(SAMPLED | {"samples": number, "questions_done": 1000})
         rows = run.stream.getvalue().splitlines()
-        assert [row.split("  ")[1] for row in rows[1:]] == [f"{n} samples" for n in (1, 17, 33)]
+        assert [row.split("  ")[1] for row in rows[1:]] == ["1 sample", "17 samples", "33 samples"]
 
     def test_a_line_of_sampling_says_everything_that_is_known(self) -> None:
         seen = Seen()
@@ -292,7 +305,7 @@ class TestWords:
     @pytest.mark.parametrize(
         ("kind", "facts", "words"),
         [
-            ("validation", {"step": 500, "valid_loss": 3.412345, "best": True}, "validation loss 3.412 at update 500, the best so far"),
+            ("validation", {"step": 500, "valid_loss": 3.412345, "best": True}, "validation loss 3.4123 at update 500, the best so far"),
             ("validation", {"step": 5, "valid_accuracy": 0.991}, "held-out accuracy 99.1 % at update 5"),
             ("validation", {"step": 500, "stalled_s": 0.21}, "validation at update 500 took 210 ms"),
             ("end", {"step": 40, "why": "finished", "elapsed_s": 27.75}, "finished at update 40 after 28 s"),

@@ -13,7 +13,7 @@ from redline.cli.main import main
 from redline.diagnose.readers.own import read_run as observe
 from redline.errors import DataError
 from redline.record.follow import Followed
-from redline.record.read import holes, read_run, rounds_of
+from redline.record.read import Ending, State, holes, read_run, rounds_of
 from redline.report.figures import Summary
 
 
@@ -186,3 +186,15 @@ def test_following_begins_afresh_where_the_record_was_cut_back(tmp_path: Path) -
     run, other = followed.now()
     assert len(run.metrics) == 2
     assert other > generation
+
+
+@pytest.mark.parametrize(
+    ("ending", "text", "told"),
+    [
+        ("finished", "finished", "finished"),
+        ("stopped", "stopped by signal", "stopped by signal"),
+        ("finished", "time limit of 1 h", "finished: time limit of 1 h"),
+    ],
+)
+def test_a_state_is_told_once(ending: Ending, text: str, told: str) -> None:
+    assert str(State(ending, text)) == told

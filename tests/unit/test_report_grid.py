@@ -60,7 +60,9 @@ def test_an_ablation_has_no_progress_of_a_training(tmp_path: Path) -> None:
 def test_what_has_no_room_stands_below_the_row(tmp_path: Path) -> None:
     (tmp_path / "ablation.json").write_text(json.dumps(ROWS))
     lines = [" ".join(line.split()) for line in printed(tmp_path, 80).splitlines()]
-    assert lines[lines.index("1.0 GiB; same training (rounding: loss 1e-07)") - 1].endswith("not resolved")
+    assert lines[lines.index("memory 1.0 GiB; numerics same training (rounding: loss 1e-07)") - 1].endswith(
+        "not resolved"
+    )
     assert "not applicable here: selective-recompute (needs a CUDA device, and this is a CPU)" in " ".join(
         lines
     )

@@ -116,6 +116,13 @@ def test_the_command_says_when_launches_limit_the_speed_and_how_long_the_run_tak
     text = " ".join(capsys.readouterr().out.split())
     assert "limit the speed: use a larger plan.micro_batch" in text
     assert "plan.graph=true" not in text, "several processes"
+    assert main(["plan", "gpt-1.3b", "--as", "512xh100-80g"]) == 0  # one of 512 sequences on each
+    text = " ".join(capsys.readouterr().out.split())
+    assert (
+        "limit the speed: use fewer GPUs, or a larger train.batch_size, which makes it another training"
+        in text
+    )
+    assert "speed without communication: attainable" in text
     takes = [text.partition("the run takes ")[2].split()[:2] for text in said.values()]
     assert takes[0] != takes[1]
     assert main(["plan", "gpt2-124m", "--as", "h200", "--set", "train.max_hours=0.05"]) == 0

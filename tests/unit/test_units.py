@@ -6,9 +6,12 @@ import sys
 import pytest
 
 from redline.record.units import (
+    counted,
+    format_amount,
     format_bytes,
     format_count,
     format_duration,
+    format_iso,
     format_limit_share,
     format_rate,
     format_share,
@@ -96,6 +99,36 @@ def test_rate_and_share() -> None:
 )
 def test_duration(duration_s: float | None, text: str) -> None:
     assert format_duration(duration_s) == text
+
+
+def test_a_number_and_its_noun_agree() -> None:
+    told = [counted(n, "pass") for n in (0, 1, 12_000)]
+    assert told == ["0 passes", "1 pass", "12,000 passes"]
+    assert (counted(1, "seed"), counted(3, "seed"), counted(2, "child", "children")) == (
+        "1 seed",
+        "3 seeds",
+        "2 children",
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (195_173.0, "s", "2 d 6 h"),
+        (19.2, "s", "19.2 s"),
+        (24.8, "s of 32.6", "24.8 s of 32.6"),
+        (1, "sequences a GPU", "1 sequence a GPU"),
+        (12, "sequences a GPU", "12 sequences a GPU"),
+        (0.207, "of the device's", "20.7% of the device's"),
+        (2048, "tokens", "2,048 tokens"),
+    ],
+)
+def test_an_amount_reads_with_its_unit(value: float, unit: str, text: str) -> None:
+    assert format_amount(value, unit) == text
+
+
+def test_an_iso_time_reads_like_the_times_of_the_report() -> None:
+    assert format_iso("2026-11-19T20:33:18+00:00") == "2026-11-19 20:33:18 UTC"
 
 
 def test_sparkline() -> None:

@@ -32,7 +32,7 @@ def print_capacity(rows: list[Capacity], recipe: Recipe, hardware: Hardware, *, 
             f"{shares[row.gpus]:.0%}", format_duration(row.step_s * steps), f"{hours:,.1f}",
             *([f"{hours * price:,.2f}"] if price else []),
         ))  # fmt: skip
-    columns: tuple[str, ...] = ("GPUs", "layout", "memory", "compute", "comm.", "step", "hidden: all to none")
+    columns: tuple[str, ...] = ("GPUs", "layout", "memory", "compute", "comm.", "step", "all hidden to none")
     title = "\nAn update on many GPUs (arithmetic, not measured)"
     show(columns, taken, title=title, right=(0, *range(2, len(columns))))
     columns = ("GPUs", "tokens/s/GPU", "tokens/s", "efficiency", f"{steps:,} steps", "GPU-hours")
@@ -75,4 +75,4 @@ def _print_guide(row: Capacity) -> None:
         ("memory per GPU", "72 GB", "60 GB", format_bytes(row.memory_bytes)),
     ]
     columns = ("tuning guide 001, 8 GPUs", "it saw", "it aims at", "here by arithmetic")
-    show(columns, cells, title="\nBeside the guide's targets (docs/many-machines.md)", right=(1, 2, 3))
+    show(columns, cells, title="\nCompared with the guide's targets (docs/many-machines.md)", right=(1, 2, 3))

@@ -20,7 +20,7 @@ from redline.data.build import build, build_part
 from redline.data.remote import folder_at, is_remote
 from redline.data.shards import Manifest, TokenDataset, check_tokenizer
 from redline.errors import ConfigError, RedlineError, need
-from redline.record.units import format_bytes
+from redline.record.units import counted, format_bytes
 
 ARGUMENTS = {
     "build": """tokenise a corpus into memory-mapped shards; if it is killed, run it again and it resumes
@@ -134,8 +134,8 @@ def _print(folder: str, manifest: Manifest, as_json: bool, *, verified: bool = F
         tokens, text = sum(s.tokens for s in shards), sum(s.bytes_of_text for s in shards)
         ratio = f"{text / tokens:.2f} bytes/token" if tokens else "empty"
         size = f"{tokens:>14,} tokens  {format_bytes(text):>9} of text"
-        print(f"  {split:<5}  {size}  {ratio}  {len(shards)} shard(s)")
+        print(f"  {split:<5}  {size}  {ratio}  {counted(len(shards), 'shard')}")
     if manifest.skipped:
-        print(f"  {manifest.skipped:,} row(s) without text were left out")
+        print(f"  left out, because they hold no text: {counted(manifest.skipped, 'row')}")
     if verified:
         print("  verified: every shard and the tokenizer match what was built")

@@ -15,7 +15,7 @@ import argparse
 import json
 from pathlib import Path
 
-from redline.cli.options import recipe_of, status
+from redline.cli.options import recipe_of, say_once
 from redline.cli.train import check_options, train
 from redline.data.examples import find_examples
 from redline.data.hub import is_hub_name
@@ -57,6 +57,6 @@ def _mode(model: str) -> list[str]:
     told = "chat_template" in read_text(folder / "tokenizer_config.json", missing="")
     chats = told or (folder / "chat_template.jinja").is_file()
     if ours or ((folder / "config.json").is_file() and not chats):
-        status(f"{model} has no chat template: examples are read as plain text (prompt.mode=text)")
+        say_once(f"{model} has no chat template: examples are read as plain text (prompt.mode=text)")
         return ["prompt.mode=text"]
     return []

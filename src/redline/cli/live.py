@@ -165,32 +165,32 @@ def success_rate(line: dict[str, Any]) -> float | None:
 
 
 class PlainView:
-    """Prints a line at the start and end of a stage, at each tenth of it, every PLAIN_EVERY_S, and for
-    each event except the end of the program's own run, which its command reports."""
+    """Prints a line at the start and end of a stage, every PLAIN_EVERY_S, and for each event except the end of the
+    program's own run, which its command reports."""
 
     def __init__(
         self, stream: TextIO, *, own: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._seen, self._stream, self._own, self._clock = Seen(), stream, own, clock
-        self._printed_at, self._printed_tenth, self._waiting = -math.inf, 0, False
+        self._printed_at, self._waiting = -math.inf, False
 
     def metrics(self, line: dict[str, Any]) -> None:
         self._seen.add(line)
         self._waiting = True
-        due = self._clock() - self._printed_at >= PLAIN_EVERY_S  # always true for the first line
-        if due or self._tenth() > self._printed_tenth:
+        if self._clock() - self._printed_at >= PLAIN_EVERY_S:  # always true for the first line
             self._flush()
 
     def event(self, kind: str, facts: dict[str, Any]) -> None:
         if kind == "stage":
             self.close()
-            self._seen, self._printed_at, self._printed_tenth = Seen.of(facts), -math.inf, 0
+            self._seen, self._printed_at = Seen.of(facts), -math.inf
             self._print(told(kind, facts))
             if self._seen.mfu_note:
                 self._print(f"MFU: {self._seen.mfu_note}")
             return
         self._seen.begin(facts)
         if kind != "end" or not self._own:
+            self.close()  # the update that the event follows comes first
             self._print(told(kind, facts))
 
     def close(self) -> None:
@@ -198,11 +198,8 @@ class PlainView:
         if self._waiting:
             self._flush()
 
-    def _tenth(self) -> int:
-        return int(self._seen.share_done() * 10)
-
     def _flush(self) -> None:
-        self._printed_at, self._printed_tenth, self._waiting = self._clock(), self._tenth(), False
+        self._printed_at, self._waiting = self._clock(), False
         self._print(plain_line(self._seen))
 
     def _print(self, text: str) -> None:
@@ -219,13 +216,16 @@ def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
     after = f"after {format_duration(line.get('elapsed_s'))}"
     domains = [(name.removeprefix("reward."), line[name]) for name in line if name.startswith("reward.")]
     rewards = [f"{name} {_fixed(value, '.2f')}" for name, value in domains]
+    checked_by = [
+        part for part in told_validation(checked) if not part.endswith("per word")
+    ]  # fits 80 columns
     rewarded = ", ".join([f"{format_share(line.get('accuracy'))} correct", *rewards])
     rows = [
-        ("samples", _fixed(drawn, ","), to_come, "{} samples"),
+        ("samples", _fixed(drawn, ","), to_come, "{} sample" if drawn == 1 else "{} samples"),
         ("correct", format_share(success_rate(line)), "of the samples", "{} correct"),
         ("reward", _fixed(line.get("reward"), ".3f"), rewarded, "reward {}"),
         ("loss", _fixed(seen.loss, ".3f"), f"smoothed {_fixed(seen.smoothed_loss, '.3f')}", "loss {}"),
-        ("validation", _fixed(checked.get("valid_loss"), ".3f"), " · ".join(told_validation(checked)), ""),
+        ("validation", _fixed(checked.get("valid_loss"), ".3f"), " · ".join(checked_by), ""),
         ("held out", format_share(checked.get("valid_accuracy")), "answered correctly", "held out {}"),
         ("lr", _fixed(line.get("lr"), ".1e"), "", "lr {}"),
         ("speed", format_rate(line.get("tokens_per_s"), "tok"), "new tokens" if sampled else typical, "{}"),

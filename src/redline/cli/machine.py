@@ -7,7 +7,7 @@ from redline.cli.options import answer, ceilings_of
 from redline.machine.facts import MachineFacts, read_facts, slow_import
 from redline.machine.specs import PEAKS, match_spec
 from redline.machine.store import Ceilings
-from redline.record.units import DASH, format_bytes, format_limit_share
+from redline.record.units import DASH, format_bytes, format_iso, format_limit_share
 from redline.report.grid import show
 
 ARGUMENTS = """
@@ -76,6 +76,6 @@ def _print_ceilings(facts: MachineFacts, ceilings: Ceilings) -> None:
             spread = f"{ceilings.spread[name]:.0%}" if name in ceilings.spread else DASH
             rows.append((name, form.format(value * scale), spread, DASH, DASH, note))
     columns = ("what", "measured", "spread", "datasheet", "share", "on")
-    show(columns, rows, title=f"\nCeilings, measured {ceilings.measured_at}", right=(1, 2, 3, 4))
+    show(columns, rows, title=f"\nCeilings, measured {format_iso(ceilings.measured_at)}", right=(1, 2, 3, 4))
     for note in ceilings.notes:
         print(f"note: {note}")

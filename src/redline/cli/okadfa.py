@@ -16,6 +16,7 @@ from redline.cli.options import name_of, print_json, recipe_of, status, tokenise
 from redline.errors import ConfigError
 from redline.machine.facts import read_facts
 from redline.plan.hardware import hardware_here
+from redline.record.units import counted
 from redline.report.grid import show
 from redline.tune.okadfa import COLUMNS, RESULT, cells, study
 from redline.tune.race import train_in_process
@@ -52,6 +53,6 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json([asdict(row) for row in rows])
         return
-    title = f"{name} on {hardware}: {options.seeds} seed(s), {len(lrs)} learning rate(s) per arm"
+    title = f"{name} on {hardware}: {counted(options.seeds, 'seed')}, {counted(len(lrs), 'learning rate')} per arm"
     show(COLUMNS, [cells(row) for row in rows], title=title, right=range(2, len(COLUMNS)))
     print(f"written to {folder / RESULT}")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from redline.config.load import load_recipe, shipped
 from redline.config.recipe import Recipe
 from redline.data.build import prepare
 from redline.errors import ConfigError, need
+from redline.launch.processes import LAUNCHER
 from redline.machine.facts import MachineFacts
 from redline.machine.store import Ceilings, cached
 from redline.record.units import format_rate, visible
@@ -26,7 +28,7 @@ def recipe_of(options: argparse.Namespace, *more: str, runs: Sequence[str] = ())
     """The recipe with the user's overrides. A command that trains says which workloads it `runs`. A shape that the recipe
     leaves out is read from the initial weights, which needs torch: everything else is checked before."""
     preset = getattr(options, "preset", None)
-    recipe = load_recipe(options.recipe, [*options.set, *more], preset=preset, say=status)
+    recipe = load_recipe(options.recipe, [*options.set, *more], preset=preset, say=say_once)
     if runs:
         _check_run(options.recipe, recipe, runs)
     if recipe.model.is_shaped or recipe.model.init_from is None:
@@ -79,9 +81,18 @@ def ceilings_of(facts: MachineFacts, *, refresh: bool = False) -> Ceilings:
     return load_or_measure(facts, refresh=refresh, progress=status)
 
 
+def say_once(text: str) -> None:
+    """A status that only one of several processes prints: the one that started the others, or the first."""
+    if LAUNCHER not in os.environ and os.environ.get("RANK", "0") == "0":
+        status(text)
+
+
 def find_model(options: argparse.Namespace) -> Path:
-    """The weights that the user names, found before torch is imported."""
-    return find(Path(options.model), options.checkpoint)
+    """The weights that the user names, found before torch is imported, which takes seconds."""
+    found = find(Path(options.model), options.checkpoint)
+    if sys.stderr.isatty():  # somebody waits
+        status(f"opening {found}")
+    return found
 
 
 def typed_pins(options: argparse.Namespace) -> frozenset[str]:

@@ -34,7 +34,15 @@ from redline.plan.plan import PLANNED, Hardware, Plan, load_for, save, to_json
 from redline.plan.planner import make_plan
 from redline.plan.roofline import launch_bound
 from redline.plan.values import why_not
-from redline.record.units import DASH, format_bytes, format_count, format_duration, format_rate
+from redline.record.units import (
+    DASH,
+    counted,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_iso,
+    format_rate,
+)
 from redline.report.grid import Output, show
 
 ARGUMENTS = f"""
@@ -77,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
         status(f"plan written to {options.save}")
 
     def print_all() -> None:
-        print_plan(plan, recipe)
+        print_plan(plan, recipe, speed=not (rows and recipe.rl))
         if rows:
             print_capacity(rows, recipe, hardware, price=price)
 
@@ -140,27 +148,28 @@ def _tuned(options: argparse.Namespace, recipe: Recipe, rules: Plan, say: Say) -
         return rules
     tuned, result = found
     say(
-        f"--plan auto: tuned {result.tuned_at}, {result.ratio:.2f}x {result.against},"
+        f"--plan auto: tuned {format_iso(result.tuned_at)}, {result.ratio:.2f}x {result.against},"
         f" {format_rate(result.tokens_per_s, 'tokens')} in its trials ({folder / 'plan.json'})"
     )
     return tuned
 
 
-def print_plan(plan: Plan, recipe: Recipe) -> None:
+def print_plan(plan: Plan, recipe: Recipe, *, speed: bool = True) -> None:
+    """`speed`: also what the roofline says of it, unless a table of it follows."""
     console = Output()
     p = plan.prediction
-    where = f"{plan.hardware.title}, {plan.world_size} process(es)"
+    where = f"{plan.hardware.title}, {counted(plan.world_size, 'process')}"
     console.print(f"[bold]{escape(plan.recipe)}[/bold] on {where}; work {plan.work}")
     console.print(f"hardware figures: {plan.hardware.source}")
     names = [name for name in PLANNED if name != "slots" or plan.slots]
     why = plan.why
     rows = [(name, str(getattr(plan, name)) or DASH, why[name].source, why[name].reason) for name in names]
-    show(("value", "", "source", "reason"), rows)
+    show(("", "value", "source", "reason"), rows)
     some = recipe.train.softmax_candidates
     head = f", the softmax over {some:,} tokens" if some else ""
     console.print(
         f"\n[bold]predicted[/bold] (arithmetic, not measured): {format_count(p.parameters)} parameters, "
-        f"{p.flops_per_token / 1e6:,.1f} MFLOP/token (6N + attention{head})"
+        f"{p.flops_per_token / 1e9:.3g} GFLOP per token (6N + attention{head})"
     )
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in p.memory_parts_bytes.items() if size)
     there = plan.hardware.memory_bytes
@@ -169,20 +178,31 @@ def print_plan(plan: Plan, recipe: Recipe) -> None:
     if p.attainable_tokens_per_s and p.ceiling_tokens_per_s:
         limit_s = 3600 * recipe.train.max_hours if recipe.train.max_hours is not None else math.inf
         run_s = min(limit_s, recipe.tokens_per_step * recipe.train.steps / p.attainable_tokens_per_s)
+        label = "speed" if plan.world_size == 1 else "speed without communication"
         console.print(
-            f"speed: attainable {format_rate(p.attainable_tokens_per_s, 'tokens')} by roofline, "
+            f"{label}: attainable {format_rate(p.attainable_tokens_per_s, 'tokens')} by roofline, "
             f"{format_rate(p.ceiling_tokens_per_s, 'tokens')} if only matrix products took time; "
             f"at the attainable speed the run takes {format_duration(run_s)}"
         )
         if launch_bound(recipe, plan):
-            alone = plan.world_size == 1 and not why_not("graph", True, recipe, plan.hardware, vars(plan))
             console.print(
                 f"passes of {plan.micro_batch * recipe.data.seq_len:,} tokens are so small that the host's"
-                f" kernel launches limit the speed: use a larger plan.micro_batch{', or plan.graph=true' if alone else ''}"
+                f" kernel launches limit the speed: use {_larger_passes(plan, recipe)}"
             )
-    else:
+    elif speed:
         console.print(
             "speed: no measured or datasheet rate is known for this hardware; run `redline machine`"
             if recipe.workload == "pretrain"
             else "speed: depends on the lengths of the examples, known only once they are read"
         )
+
+
+def _larger_passes(plan: Plan, recipe: Recipe) -> str:
+    """What makes the passes larger, or does without launches."""
+    ways = ["a larger plan.micro_batch"]
+    if plan.accumulation == 1:  # a pass already holds all that this process has of the batch
+        ways = ["fewer GPUs"] if plan.world_size > 1 else []
+        ways.append("a larger train.batch_size, which makes it another training")
+    if plan.world_size == 1 and not why_not("graph", True, recipe, plan.hardware, vars(plan)):
+        ways.append("plan.graph=true")
+    return ", or ".join(ways)

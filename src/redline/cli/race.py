@@ -17,7 +17,7 @@ from redline.cli.options import ceilings_of, print_json, status, tokenise
 from redline.config.load import load_recipe
 from redline.errors import ConfigError, TrainingError
 from redline.machine.facts import read_facts
-from redline.record.units import DASH
+from redline.record.units import DASH, counted
 from redline.report.grid import Grid, Output
 from redline.report.page import write_page
 from redline.report.view import views
@@ -96,7 +96,7 @@ def _print(result: race.Result, folder: Path) -> None:
     measured = any(row[joules] not in ("", DASH) for row in table)
     kept = [place for place in range(len(race.COLUMNS)) if measured or place != joules]
     shown = [tuple(row[place] for place in kept) for row in table]
-    print(f"Time to loss over {result.seeds} seed(s), on the same data")
+    print(f"Time to loss over {counted(result.seeds, 'seed')}, on the same data")
     out = Output(markup=False)
     out.print(Grid([race.COLUMNS[place] for place in kept], shown, right=(0,), named_below=True))
     for name, lane in zip(names, result.lanes, strict=True):

@@ -7,8 +7,8 @@ redline rft run rft/units-smollm2 --on ray --workers 8   samples are drawn by wo
 redline rft sample rft/units-smollm2 --preset quality    one stage; if it is killed, run it again and it resumes
 redline rft train rft/units-smollm2 --on answers         plain fine-tuning on the reference solutions, to compare
 redline rft test rft/units-smollm2 --rows all            all weights of the run that have not been tested yet
-redline rft stats runs/units-smollm2
-redline rft export runs/units-smollm2 rft.json           or .jsonl, .parquet
+redline rft stats runs/rft-units-smollm2
+redline rft export runs/rft-units-smollm2 rft.json           or .jsonl, .parquet
 """
 
 import argparse

@@ -37,6 +37,7 @@ from redline.record.observe import Observer
 from redline.record.read import Run, number, read_run
 from redline.record.run import RunFolder, failures_recorded
 from redline.record.units import (
+    counted,
     exact,
     format_bytes,
     format_count,
@@ -181,16 +182,20 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
 def describe(recipe: Recipe, plan: Plan, folder: Path) -> str:
     """A few lines: what is trained, and how."""
     p, t = plan.prediction, recipe.train
-    count = f"{t.steps:,} steps" if t.steps else f"{t.epochs} epoch(s) in steps"
+    count = counted(t.steps, "step") if t.steps else f"{counted(t.epochs, 'epoch')} in steps"
     each = {
         "pretrain": f"{recipe.tokens_per_step:,} tokens",
         "rl": f"{t.batch_size} questions with {recipe.rl.group_size if recipe.rl else 0} answers each",
     }.get(recipe.workload, f"{t.batch_size} examples")
+    each_process = f" on each of {plan.world_size} processes" if plan.world_size > 1 else ""
+    speed = p.attainable_tokens_per_s
+    best = f",\n  at best {format_duration(recipe.tokens_per_step / speed)} per update" if speed else ""
+    what = "the tensors" if plan.hardware.kind == "cpu" else "GPU memory"
     return (
         f"{recipe.name}: {format_count(p.parameters)} parameters, {count} of {each}, run folder {folder}\n"
-        f"plan (`redline plan` says why): {plan.precision}, {plan.micro_batch} x {plan.accumulation} passes x"
-        f" {plan.world_size} process(es),\n  compile {plan.compile}, recompute {plan.recompute}; predicted peak"
-        f" {format_bytes(p.memory_bytes)}"
+        f"plan (`redline plan` says why): {plan.precision}, {counted(plan.accumulation, 'pass')} of"
+        f" {counted(plan.micro_batch, 'sequence')}{each_process},\n  compile {plan.compile}, recompute"
+        f" {plan.recompute}; predicted peak of {what} {format_bytes(p.memory_bytes)}{best}"
     )
 
 
@@ -199,7 +204,7 @@ def mfu_note(plan: Plan) -> str:
     dtype = "bf16" if plan.precision == "fp8" else plan.precision
     peak = plan.hardware.peak_tflops.get(dtype)
     if peak is None:
-        return f"no datasheet peak for {plan.hardware.title}"
+        return f"not known, because there is no datasheet peak for {plan.hardware.title}"
     return f"6N+12LdT, of {peak:,.0f} TFLOP/s {dtype} datasheet"
 
 

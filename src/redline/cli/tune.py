@@ -22,7 +22,7 @@ from redline.machine.facts import MachineFacts, read_facts, software_key
 from redline.measure.statistics import FEWEST_BLOCKS
 from redline.measure.trial import TrialFolder
 from redline.plan.plan import PLANNED, Plan, to_json
-from redline.record.units import DASH, format_bytes, format_duration, format_rate
+from redline.record.units import DASH, counted, format_bytes, format_duration, format_rate
 from redline.report.grid import Grid, Output
 from redline.tune.quality import Judge
 from redline.tune.race import train_in_process
@@ -113,7 +113,9 @@ def print_result(plan: Plan, result: TuningResult, folder: Path) -> None:
     if result.untried:
         untried = ", ".join(result.untried)
         console.print(f"no time left for: {untried}; run the same command with more --minutes to try them")
-    console.print(f"{result.trials} trials in {format_duration(result.elapsed_s)}; kept in {folder}")
+    console.print(
+        f"{counted(result.trials, 'trial')} in {format_duration(result.elapsed_s)}; kept in {folder}"
+    )
 
 
 def _table(rows: Sequence[TrialRow]) -> Grid:

@@ -10,12 +10,14 @@ A few updates are run and profiled; nothing is written. The exit code is 1 if a 
 """
 
 import argparse
+from collections import Counter
 from dataclasses import asdict
 
 from rich.text import Text
 
 from redline.cli.options import print_json, recipe_of, status, tokenise
 from redline.cli.plan import chosen
+from redline.record.units import counted
 from redline.report.grid import show
 
 ARGUMENTS = """
@@ -36,13 +38,13 @@ def run(options: argparse.Namespace) -> int:
     from redline.tune.verify import verify
 
     checks = verify(recipe, plan, progress=status)
-    found = [check.status for check in checks]
-    failed, unchecked = found.count("failed"), found.count("not checked")
+    found = Counter(check.status for check in checks)
     if options.json:
         print_json([asdict(check) for check in checks])
     else:
-        more = f", {unchecked} not checked" if unchecked else ""
-        title = f"{recipe.name} on {plan.hardware.title}: {failed} of {len(checks)} checks failed{more}"
+        more = [f"{found[status]} {status}" for status in ("not applicable", "not checked") if found[status]]
+        counts = [f"{counted(found['passed'], 'check')} passed", f"{found['failed']} failed", *more]
+        title = f"{recipe.name} on {plan.hardware.title}: {', '.join(counts)}"
         rows = [(c.name, Text(c.status, style=COLOURS[c.status]), c.evidence) for c in checks]
         show(("check", "", "what was seen"), rows, title=title)
-    return 1 if failed else 0
+    return 1 if found["failed"] else 0

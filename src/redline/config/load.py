@@ -52,7 +52,9 @@ def load_recipe(
     train = recipe.train
     if train.steps and train.warmup_steps > train.steps:
         clipped = max(1, train.steps // 10)
-        say(f"train.warmup_steps {train.warmup_steps} exceeds the run's {train.steps} steps: using {clipped}")
+        say(
+            f"train.warmup_steps {train.warmup_steps} exceeds the run's {train.steps:,} steps: using {clipped:,}"
+        )
         recipe = replace(recipe, train=replace(train, warmup_steps=clipped))
     return recipe
 
@@ -106,8 +108,9 @@ def _find(name: str) -> Path:
     recipes = shipped()
     path = recipes.get(name, Path(name))
     if not path.is_file():
-        known = ", ".join(recipes)
-        raise ConfigError(f"no recipe {name!r}{nearest(name, recipes)}: give a path or one of {known}")
+        close = nearest(name, recipes)
+        known = "`redline recipes` lists them" if close else f"give a path or one of {', '.join(recipes)}"
+        raise ConfigError(f"no recipe {name!r}{close}: {known}")
     return path
 
 

@@ -56,7 +56,7 @@ def mfu(observed: Observed) -> tuple[float, str] | None:
     if printed is None:
         return None
     against = f", against {facts.mfu_peak_tflops:,.0f} TFLOP/s" if facts.mfu_peak_tflops else ""
-    scope = "" if facts.mfu_scope == "the step" else f" of {facts.mfu_scope}"
+    scope = "" if facts.mfu_scope == "the step" else f" for {facts.mfu_scope}"
     return printed, f"as the log prints it{scope}{against}"
 
 
@@ -72,7 +72,7 @@ def what_it_is(observed: Observed) -> list[tuple[str, str]]:
         lines.append(("model", f"{name}{format_count(facts.parameters)} parameters{trained}"))
     if facts.gpus or facts.gpu:
         board = f" x {observed.spec.title}" if observed.spec else ""
-        many = f"{facts.gpus:.0f}{board}" if facts.gpus else f"{board[3:]}, how many is not in the log"
+        many = f"{facts.gpus:.0f}{board}" if facts.gpus else f"{board[3:]}, the log does not say how many"
         lines.append(("GPUs", many))
     tokens = observed.median("tokens") or facts.tokens
     if facts.batch_size or tokens:
@@ -115,7 +115,7 @@ def missing(observed: Observed) -> tuple[str, ...]:
     size = facts.parameters or facts.flops_per_token or facts.total_flops
     known = {
         "the GPU (--fact gpu=h100-80g)": facts.gpu,
-        "how many (--fact gpus=8)": facts.gpus,
+        "the number of GPUs (--fact gpus=8)": facts.gpus,
         "the model's size (--fact parameters=7B)": size,
         "tokens per update (--fact tokens=500k)": observed.tokens_per_s or facts.total_flops,
     }
@@ -149,8 +149,8 @@ def verdict(observed: Observed, findings: list[Finding]) -> Verdict:
         text = f"An MFU of {format_share(share[0])} ({share[1]}), and nothing in the log says where the rest goes."
         return Verdict("not judged", text)
     needs = missing(observed)
-    without = f" without {', '.join(needs)}" if needs else ""
-    text = f"The log shows nothing that holds it back, but its speed was not judged{without}."
+    without = f" without more facts: {', '.join(needs)}" if needs else ""
+    text = f"The log shows nothing that holds the run back, but its speed cannot be judged{without}."
     return Verdict("not judged", text, needs)
 
 
@@ -167,7 +167,8 @@ def _of_a_page(observed: Observed, findings: list[Finding]) -> Verdict:
 def _of_our_run(observed: Observed) -> Verdict:
     attainable = observed.plan.prediction.attainable_tokens_per_s if observed.plan else None
     share = observed.tokens_per_s / attainable if attainable and observed.tokens_per_s else None
-    limit = f"of the {format_rate(attainable, 'tokens')} that the roofline allows its plan"
-    reached = f" The run reaches {format_limit_share(share, limit)}." if share else ""
+    limit = f"of the {format_rate(attainable, 'tokens')} that the roofline allows"
     word = "fast enough" if share is not None and share >= GOOD_OWN else "not judged"
+    rest = "" if word == "fast enough" else ", and no rule explains the rest"
+    reached = f" The run reaches {format_limit_share(share, limit)}{rest}." if share else ""
     return Verdict(word, f"Nothing found that would bring more than 5 %.{reached}")

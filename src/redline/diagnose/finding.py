@@ -126,7 +126,7 @@ def found(
     saves = shown.get("saves") or [part * share for part in entry.get("saves", ()) if share is not None]
     if gain or saves:
         low, high = gain or (1 / (1 - min(max(part, 0.0), 0.99)) for part in saves)
-        takes = f"; the update takes {format_duration(mean_s)}" if mean_s and not gain else ""
+        takes = f" (an update takes {format_duration(mean_s)} on average)" if mean_s and not gain else ""
         predicted = Gain(low, high, entry["why"].format_map(values) + takes)
     rows = shown["evidence"] if "evidence" in shown else _rows(entry.get("evidence", ()), values)
     title, fix = (entry[name].format_map(values) for name in ("title", "fix"))

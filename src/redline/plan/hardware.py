@@ -8,6 +8,7 @@ from redline.machine.facts import MachineFacts
 from redline.machine.specs import PEAKS, GpuSpec, match_spec, spec_of
 from redline.machine.store import Ceilings
 from redline.plan.plan import Hardware
+from redline.record.units import format_iso
 
 
 def hardware_as(name: str, cores: int) -> Hardware:
@@ -15,13 +16,17 @@ def hardware_as(name: str, cores: int) -> Hardware:
     spec = spec_of(name)
     return _gpu(
         spec, None, title=spec.title, memory_bytes=spec.memory_bytes, cores=cores,
-        compute_capability=spec.compute_capability, source=f"datasheet ({spec.source}); nothing measured",
+        compute_capability=spec.compute_capability, source=f"{spec.source}; nothing measured",
     )  # fmt: skip
 
 
 def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
     """The first GPU of this machine, or its CPU."""
-    measured = f"measured {ceilings.measured_at}" if ceilings else "nothing measured: run `redline machine`"
+    measured = (
+        f"measured {format_iso(ceilings.measured_at)}"
+        if ceilings
+        else "nothing measured yet (run `redline machine`)"
+    )
     if not facts.gpus:
         return Hardware(
             title=f"{facts.cpu_name}, {facts.cpu_cores} cores",
@@ -36,7 +41,7 @@ def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
         )
     gpu = facts.gpus[0]
     spec = match_spec(gpu.name, gpu.memory_bytes)
-    sheet = f"datasheet ({spec.source}) and" if spec else f"no datasheet entry for {gpu.name};"
+    sheet = f"{spec.source};" if spec else f"no datasheet entry for {gpu.name};"
     return _gpu(
         spec, ceilings, title=gpu.name, memory_bytes=gpu.memory_bytes, cores=facts.cpu_cores,
         compute_capability=spec.compute_capability if spec else gpu.compute_capability,

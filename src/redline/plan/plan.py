@@ -28,6 +28,7 @@ from redline.config.recipe import (
 )
 from redline.errors import ConfigError
 from redline.record.files import read_json, write_atomic
+from redline.record.units import counted
 
 Source = Literal["rule", "measurement", "recipe", "user", "environment", "profile"]
 
@@ -191,7 +192,7 @@ def check_fit(plan: Plan, recipe: Recipe, world_size: int) -> None:
         )
     if plan.world_size != world_size:
         raise ConfigError(
-            f"the plan is for {plan.world_size} process(es), but this run has {world_size}: make it again"
+            f"the plan is for {counted(plan.world_size, 'process')}, but this run has {world_size}: make it again"
         )
     share = plan.micro_batch * plan.accumulation
     if share * plan.world_size != recipe.rows_per_update:

@@ -19,7 +19,7 @@ from redline.plan.plan import Hardware, Plan, Prediction, Why
 from redline.plan.predict import MEMORY_SHARE, RL_GENERATION_SHARE, longest_row, predicted_memory, shards_of
 from redline.plan.roofline import attainable_tokens_per_s, captured_pays
 from redline.plan.values import NEEDED_CAPABILITY, why_not
-from redline.record.units import format_duration
+from redline.record.units import counted, format_duration
 
 FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 """Tokens in a pass where speed levels off (H200, share of the speed at 64k: at 124M 32k give 96 %, 8k 80 %, 1k 11
@@ -253,7 +253,7 @@ class _Decider:
         rows = self.recipe.rows_per_update
         share = rows // self.world_size
         micro = self._fit(share)
-        reason = f"{rows} sequences per update / ({micro} per pass x {self.world_size} process(es))"
+        reason = f"{rows} sequences per update / ({micro} per pass x {counted(self.world_size, 'process')})"
         source = self.why["micro_batch"].source
         why = Why(reason=reason, source="environment" if source == "environment" else "rule")
         self.record("accumulation", (share // micro, why))
@@ -317,8 +317,8 @@ class _Decider:
         if size == 0 or share % size or (times is not None and size * times != share):
             raise ConfigError(
                 f"{set_} in the environment must keep the recipe's batch: micro-batch x accumulation must be"
-                f" {share} (train.batch_size {self.recipe.train.batch_size} over {self.world_size}"
-                f" process(es)); unset or correct them"
+                f" {share} (train.batch_size {self.recipe.train.batch_size} over"
+                f" {counted(self.world_size, 'process')}); unset or correct them"
             )
         return size, Why(reason=f"{set_} in the environment", source="environment")
 

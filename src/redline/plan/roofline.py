@@ -14,6 +14,7 @@ from redline.config.recipe import ModelConfig, Recipe
 from redline.plan import arithmetic
 from redline.plan.plan import Hardware, Plan
 from redline.plan.predict import longest_row
+from redline.record.units import format_duration
 
 ATTENTION_SHARE = {"cuda": (0.28, 0.32), "cpu": (1.0, 1.0)}
 """Rate of causal attention against the best matrix product, for heads below 128 and the others (H200, cuDNN; a guess
@@ -73,8 +74,8 @@ def captured_pays(recipe: Recipe, hardware: Hardware, values: dict[str, Any]) ->
         return False, "the time of an update on this GPU is not known: its rates are missing"
     once_s = UPDATE_LAUNCHES * (hardware.launch_latency_s or LAUNCH_S)
     gpu_s, host_s = recipe.tokens_per_step / speed, passes * launch_s(recipe, hardware) + once_s
-    gpu, host = (f"{seconds * 1e3:,.1f} ms" for seconds in (gpu_s, host_s))
-    times = f"an update should take the GPU {gpu} and the host {host} to launch"
+    gpu, host = format_duration(gpu_s), format_duration(host_s)
+    times = f"the GPU should need {gpu} for an update, and the host {host} to launch it"
     if gpu_s >= host_s:
         return False, f"{times}, so the GPU does not wait"
     hours, updates = recipe.train.max_hours, recipe.train.steps

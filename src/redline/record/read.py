@@ -55,6 +55,10 @@ class State:
     ending: Ending
     text: str
 
+    def __str__(self) -> str:
+        """`finished`, `stopped by signal`, `failed: out of memory`."""
+        return self.text if self.text.startswith(self.ending) else f"{self.ending}: {self.text}"
+
     @property
     def over(self) -> bool:
         """Whether the run has ended."""

@@ -38,6 +38,13 @@ def format_count(count: float | None) -> str:
     return f"{value:.3g}" if unit == "" else f"{_decimal(value)}{unit}"
 
 
+def counted(count: int, one: str, several: str = "") -> str:
+    """`1 pass`, `2 passes`, `12,000 steps`: a number with its noun in the singular or the plural."""
+    if count == 1:
+        return f"1 {one}"
+    return f"{count:,} {several or one + ('es' if one.endswith(('s', 'x', 'tch')) else 's')}"
+
+
 def format_rate(per_s: float | None, what: str) -> str:
     """`41.2k tok/s`."""
     return DASH if per_s is None else f"{format_count(per_s)} {what}/s"
@@ -77,17 +84,30 @@ def format_duration(duration_s: float | None) -> str:
     return f"{sign}{hours // 24} d {hours % 24} h"
 
 
+def format_iso(at: str) -> str:
+    """`2026-11-19 20:33:18 UTC`, of the ISO time `2026-11-19T20:33:18+00:00`."""
+    return at.replace("T", " ").replace("+00:00", " UTC")
+
+
 def format_amount(value: float | str, unit: str) -> str:
     """`1.6% of 24 GiB`, `2,048 tokens`: a number and its unit; a share if the unit says of what."""
     if isinstance(value, str):
         text = value
+    elif unit == "s" and abs(value) >= 60:
+        return format_duration(value)
     elif abs(value) >= 1e6:
         text = format_count(value)
     elif unit.startswith(("of ", "share")):
         text = f"{value:.1%}"
     else:
         text = f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.3g}"
-    return f"{text} {unit}".strip()
+    noun, *rest = unit.split(" ")
+    if text == "1" and noun in _NOUNS:
+        noun = _NOUNS[noun]
+    return " ".join([text, noun, *rest]).strip()
+
+
+_NOUNS = {"sequences": "sequence", "rows": "row", "passes": "pass", "updates": "update", "samples": "sample"}
 
 
 def exact(value: float | None) -> str:

@@ -1,21 +1,24 @@
 """Events in words: how a line of events.jsonl reads on every screen and page.
 
-    told("checkpoint", {"step": 500, "stalled_s": 0.009})      # checkpoint of update 500, training stalled for 9 ms
+    told("checkpoint", {"step": 500, "stalled_s": 0.009})      # checkpoint of update 500 saved; training paused for 9 ms
 
 The sentences are in events.toml.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from redline.record.files import shipped
-from redline.record.units import fact, format_share, named
+from redline.record.units import exact, fact, format_share, named
 
 WORDS: dict[str, list[str]] = shipped("record/events.toml")
-_VALIDATION = {
-    "valid_perplexity": "perplexity {:.2f} per token",
-    "valid_word_perplexity": "{:,.1f} per word",
-    "valid_bits_per_byte": "{:.4f} bits/byte",
+_VALIDATION: dict[str, Callable[[float], str]] = {
+    "valid_perplexity": "perplexity {:,.2f} per token".format,
+    "valid_word_perplexity": lambda perplexity: (
+        f"{exact(perplexity) if perplexity < 1e9 else f'{perplexity:.2e}'} per word"
+    ),
+    "valid_bits_per_byte": "{:.4f} bits/byte".format,
 }
 BAD = ("failed", "process_died", "out_of_memory", "validation_out_of_memory", "updates_not_recorded")
 """Events shown in red."""
@@ -27,7 +30,7 @@ _QUIET = ("at", "event", "exit_code")
 def told_validation(line: dict[str, Any]) -> list[str]:
     """What a line says about a validation besides its loss: `perplexity 33.45 per token`, and so on."""
     known = {name: line[name] for name in _VALIDATION if isinstance(line.get(name), int | float)}
-    return [_VALIDATION[name].format(value) for name, value in known.items()]
+    return [_VALIDATION[name](value) for name, value in known.items()]
 
 
 def told(kind: str, facts: dict[str, Any]) -> str:
@@ -35,6 +38,8 @@ def told(kind: str, facts: dict[str, Any]) -> str:
     kind = "worker_joined" if kind == "worker" and facts.get("state") == "joined" else kind
     shares = [name for name in ("occupancy", "valid_accuracy") if isinstance(facts.get(name), int | float)]
     facts = facts | {name: format_share(facts[name]) for name in shares}
+    if isinstance(facts.get("valid_loss"), float):
+        facts = facts | {"valid_loss": f"{facts['valid_loss']:.4f}"}
     if isinstance(changed := facts.get("changed"), dict) and changed:
         pairs = {
             name: " to ".join(map(str, pair)) if isinstance(pair, list) else pair

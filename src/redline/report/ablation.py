@@ -65,7 +65,8 @@ class Row:
         interval = f"interval {self.interval}" if self.interval else ""
         numerics = f"numerics: {self.numerics}" if self.numerics else ""
         quality = " ".join(self.quality).strip()
-        return [*filter(None, (claim, interval, self.speed, self.memory, quality, numerics))]
+        memory = f"peak memory {self.memory}" if self.memory else ""
+        return [*filter(None, (claim, interval, self.speed, memory, quality, numerics))]
 
 
 class Ablation:

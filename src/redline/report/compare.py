@@ -73,7 +73,7 @@ def _level(runs: list[Run]) -> tuple[Level, str]:
         )
         if silent := [run.label for run in runs if not values(run.metrics, "valid_loss")]:
             across += f"; without a validation, so not compared: {', '.join(silent)}"
-        other = "an update does other work, so tokens/s say nothing (time to a loss does)"
+        other = "an update is different work in each, so compare the times to a loss and not tokens/s"
         return ("yes", f"{across}; {same}") if same_work else ("loss only", f"{across}; {other}")
     if same_work:
         return "speed only", f"{same}; {'the trainings differ' if same_data else 'they read different data'}"

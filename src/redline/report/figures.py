@@ -48,7 +48,7 @@ class Speed:
         self.ceiling_share, self.ceiling_note = run.typical("ceiling_share"), "nothing measured"
         if matmul:
             rate = f"{matmul:,.0f} TFLOP/s" if matmul >= 10 else f"{matmul * 1e3:,.0f} GFLOP/s"
-            self.ceiling_note = f"{each} {rate}, measured {precision} matrix products"
+            self.ceiling_note = f"{each} the {rate} measured for {precision} matrix products"
         self.attainable = number(run.prediction.get("attainable_tokens_per_s"))
         """Predicted by the roofline."""
         self.ceiling = number(run.prediction.get("ceiling_tokens_per_s"))

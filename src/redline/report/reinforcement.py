@@ -135,7 +135,7 @@ def _cell(pair: Pair | None) -> tuple[str, str, str]:
         return "", "transparent", ""
     colour = "var(--accent)" if pair.cosine < 0 else "var(--good)"
     strength = round(80 * min(1, abs(pair.cosine)))
-    meaning = f"negative in {pair.rate:.0%} of the updates; {pair.tensors:.0%} of the tensors in conflict"
+    meaning = f"negative in {format_share(pair.rate)} of the updates; {format_share(pair.tensors)} of the tensors in conflict"
     return f"{pair.cosine:+.2f}", f"color-mix(in srgb,{colour} {strength}%,transparent)", meaning
 
 

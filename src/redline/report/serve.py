@@ -63,7 +63,7 @@ class Watched(Followed):
             "points": points,
             "parts": page.parts([shown]),
             "afresh": not fresh,
-            "state": f"{run.state.ending}, {run.state.text}",
+            "state": str(run.state),
             "over": run.state.over,
         }
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from redline.record.read import values
-from redline.record.units import format_count, format_share, sparkline
+from redline.record.units import counted, format_count, format_share, sparkline
 from redline.report.ablation import Ablation
 from redline.report.compare import Comparable
 from redline.report.grid import Grid
@@ -56,7 +56,7 @@ def print_report(runs: list[RunView], console: Console) -> None:
         _bars(out, "Memory", run.memory_bars if run.summary.memory.predicted_bytes else [], shares=False)
         print_ablation(run.ablation, console)
         if len(runs) == 1 and run.plan:
-            out.part("Plan", Grid(("value", "", "source", "reason"), run.plan))
+            out.part("Plan", Grid(("", "value", "source", "reason"), run.plan))
         out.line()
     if len(runs) > 1:
         _comparison(out, runs)
@@ -64,14 +64,13 @@ def print_report(runs: list[RunView], console: Console) -> None:
 
 def _identity(out: Printer, run: RunView) -> None:
     s = run.summary
-    told = s.state.text if s.state.text.startswith(s.state.ending) else f"{s.state.ending}: {s.state.text}"
-    out.line(s.label, "bold", note=told)
+    out.line(s.label, "bold", note=str(s.state))
     machines = f" x {s.world_size}" if s.world_size and s.world_size > 1 else ""
     facts = [
         f"recipe {s.recipe}" + (f", {format_count(s.parameters)} parameters" if s.parameters else ""),
         f"on {s.hardware}{machines}" if s.hardware else "",
         s.precision or "",
-        f"{s.updates:,} updates" if s.updates or s.workload != "rft" else "",
+        counted(s.updates, "update") if s.updates or s.workload != "rft" else "",
         f"fingerprint {s.fingerprint}" if s.fingerprint else "",
     ]
     out.line(" · ".join(fact for fact in facts if fact))
@@ -122,7 +121,7 @@ def _reinforcement(out: Printer, run: RunView) -> None:
         out.part("What the policy does", Grid(columns, rl.figures, right=(1, 2)))
     if rl.pairs:
         rows = [
-            (f"{a} and {b}", f"{cosine:+.2f}", f"{rate:.0%}", f"{tensors:.0%}")
+            (f"{a} and {b}", f"{cosine:+.2f}", format_share(rate), format_share(tensors))
             for a, b, cosine, rate, tensors in rl.pairs
         ]
         columns = ("", "mean cosine", "updates in conflict", "tensors in conflict")
@@ -160,7 +159,9 @@ def print_ablation(charts: list[Ablation], console: Console) -> None:
         title = f"Ablation: {chart.title}" if chart.title else "Ablation"
         out.part(title, note="measured is speed with the change over speed without it")
         if chart.rows:
-            console.print(Grid([*columns], [*zip(*columns.values(), strict=True)], right=(1, 2, 3)))
+            console.print(
+                Grid([*columns], [*zip(*columns.values(), strict=True)], (1, 2, 3), named_below=True)
+            )
         if chart.not_applicable:
             out.line(f"not applicable here: {'; '.join(f'{n} ({why})' for n, why in chart.not_applicable)}")
 

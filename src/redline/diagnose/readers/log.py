@@ -240,7 +240,7 @@ def _observed(
     if found.source:
         notes.append(f"the time of an update is taken from {found.source}")
     if log.unread and not source.lines and not any("step_s" in row.values for row in run):
-        notes.append(f"columns that are not read: {', '.join(log.unread[:20])}")
+        notes.append(f"columns not used: {', '.join(log.unread[:20])}")
     lost = _lost(run)
     return Observed(
         source=name,

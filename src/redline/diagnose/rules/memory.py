@@ -210,7 +210,7 @@ def wrong_throughput(observed: Observed) -> list[Finding]:
         return []
     times = speed / printed
     one_pass = round(times) == observed.facts.accumulation
-    whose = "one pass of an update over the time of all" if one_pass else "not those of step time and batch"
+    whose = "count only one pass of each update" if one_pass else "contradict step time and batch"
     return found("wrong-throughput", locals())
 
 
