@@ -1,11 +1,14 @@
 """What real files are like: sparse, cut, of several runs, with pauses in them, in odd units, with losses that are no
 numbers. Readers get them right, ask, or refuse them in one line."""
 
+import bz2
 import contextlib
+import gzip
 import json
+import lzma
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -707,6 +710,19 @@ def test_nonsense_gets_one_line(name: str, text: str, tmp_path: Path) -> None:
         read(text_file(tmp_path, text, name))
     with pytest.raises(DataError, match="does not exist"):
         read(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_compressed_log_with_a_byte_changed_is_refused(
+    pack: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    whole, path = pack((LOGS / "nanogpt.log").read_bytes()), tmp_path / "log"
+    for place in range(12, len(whole) - 12, max(1, len(whole) // 40)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        with contextlib.suppress(
+            DataError
+        ):  # one line, and no traceback; gzip's header holds bytes that do not matter
+            read(path)
 
 
 def test_half_a_last_line_and_a_broken_one_are_left_out_and_counted(tmp_path: Path) -> None:

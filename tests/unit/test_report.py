@@ -290,6 +290,8 @@ class TestComparison:
         same = ratio(steady, steady)
         assert same is not None
         assert (same.value, "not resolved" in str(same)) == (1, True)
+        stood = [line | {"tokens_per_s": 0.0} for line in lines()]
+        assert ratio(Summary(read_run(write_run(tmp_path / "c", metrics=stood))), steady) is None
 
     def test_folders_of_one_name_are_told_apart(self, tmp_path: Path) -> None:
         runs = read_runs([write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run")])

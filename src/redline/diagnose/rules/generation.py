@@ -162,7 +162,7 @@ def real_batch(observed: Observed) -> list[Finding]:
     limit = re.findall(r"num_return_sequences >= (\d{1,9})", observed.text)
     names = ("CHUNK_SIZE", "MICRO_BATCH_SIZE", "oversample")
     chunk, claimed, drawn = (observed.setting(name, "after") or observed.setting(name) for name in names)
-    if not limit or not chunk or not drawn or not (chunk.value + drawn.value).isdigit():
+    if not limit or not chunk or not drawn or not (chunk.value + drawn.value).isdecimal():
         return []
     many = int(drawn.value)
     real, together, claim = min(int(chunk.value), many), 8 * many, f", not {claimed.value}" if claimed else ""
