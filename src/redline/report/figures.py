@@ -7,24 +7,13 @@ recorded is None and is shown as a dash.
 
 from typing import NamedTuple
 
+from redline.record.files import shipped
 from redline.record.metrics import METRICS
 from redline.record.read import WARM_UP, Line, Run, number, table, total, values
 
-PHASES = {
-    "diagnose_s": "diagnosis",
-    "generate_s": "generation",
-    "reward_s": "scoring",
-    "weights_s": "weights into the engine",
-    "reference_s": "reference model",
-    "critic_s": "critic",
-    "forward_s": "forward",
-    "backward_s": "backward",
-    "combine_s": "combining gradients",
-    "optimizer_s": "optimiser update",
-    "communication_s": "communication",
-}
-NOT_IN_ALL = set(PHASES) - {"forward_s", "backward_s", "optimizer_s"}
-"""Phases that not every update has: generating and scoring text, combining domains, waiting for other processes."""
+PHASES: dict[str, str] = shipped("report/shown.toml")["phases"]
+ALWAYS = {"forward_s", "backward_s", "optimizer_s"}
+"""Phases that every update has, if it was split."""
 
 
 class Speed:
@@ -179,7 +168,7 @@ def _update_parts(run: Run, update_s: float) -> list[TimePart]:
     """The updates, split into phases if the record has them; the first updates split like the others."""
     sums = {name: total_s for name in PHASES if (total_s := sum(values(run.metrics, name)))}
     rest, about = "between phases", "updates outside the recorded phases"
-    if not PHASES.keys() - NOT_IN_ALL <= sums.keys():
+    if not sums.keys() >= ALWAYS:
         sums = {name: total_s for name, total_s in sums.items() if name == "generate_s"}
         rest, about = "updates", "forward, backward, optimiser; not recorded separately"
     computed_s = sum(values(run.metrics, "step_s")) - sum(values(run.metrics, "data_wait_s"))

@@ -24,7 +24,7 @@ DIGITS = {"loss": 6}
 
 @dataclass(frozen=True)
 class Chart:
-    """How the curve of a metric is drawn (charts.toml)."""
+    """How the curve of a metric is drawn (shown.toml)."""
 
     title: str
     format: str
@@ -35,7 +35,7 @@ class Chart:
     from_zero: bool = True
 
 
-CHARTS = {name: Chart(**about) for name, about in shipped("report/charts.toml").items()}
+CHARTS = {name: Chart(**about) for name, about in shipped("report/shown.toml")["charts"].items()}
 
 
 def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[str, Any]:
