@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from redline.record.files import shipped
 from redline.record.metrics import METRICS
-from redline.record.read import WARM_UP, Line, Run, number, table, total, values
+from redline.record.read import Line, Run, number, table, total, values
 
 PHASES: dict[str, str] = shipped("report/shown.toml")["phases"]
 ALWAYS = {"forward_s", "backward_s", "optimizer_s"}
@@ -143,25 +143,24 @@ def _training_parts(run: Run) -> list[TimePart]:
     total_s, step_s = run.elapsed_s, sum(values(run.metrics, "step_s"))
     if total_s is None or not step_s:
         return []
-    first_s, wait_s = _warm_up_s(run), sum(values(run.metrics, "data_wait_s"))
+    (cold, first_s), wait_s = _warm_up(run), sum(values(run.metrics, "data_wait_s"))
     stalled_s = total(run.events, "checkpoint", "stalled_s")
     rest = "validation" if run.told("validation") else "other"
-    warm_up = f"compilation and warm-up: first {WARM_UP} updates, beyond the median"
     parts = [
         *_update_parts(run, step_s - first_s - wait_s),
         TimePart("data wait", wait_s, "waiting for the loader"),
-        TimePart("first updates", first_s, warm_up),
+        TimePart("first updates", first_s, f"compilation and warm-up: {cold} updates, beyond the median"),
         TimePart("checkpoints", stalled_s, "stalls of the loop; writing continues in parallel"),
         TimePart(rest, total_s - step_s - stalled_s, "training time outside updates and checkpoints"),
     ]
     return [part for part in parts if part.elapsed_s > 0]
 
 
-def _warm_up_s(run: Run) -> float:
-    """How much longer the first updates of each attempt took than the median of the others."""
+def _warm_up(run: Run) -> tuple[int, float]:
+    """The first updates of each attempt: how many, and how much longer they took than the median of the others."""
     warm, typical_s = {line["step"] for line in run.warm}, run.typical("step_s")
     cold = values([line for line in run.metrics if line["step"] not in warm], "step_s")
-    return max(0.0, sum(cold) - len(cold) * typical_s) if typical_s is not None else 0.0
+    return len(cold), max(0.0, sum(cold) - len(cold) * typical_s) if typical_s is not None else 0.0
 
 
 def _update_parts(run: Run, update_s: float) -> list[TimePart]:
