@@ -79,15 +79,12 @@ def _level(runs: list[Run]) -> tuple[Level, str]:
 
 def _validated_alike(runs: list[Run]) -> bool:
     """Whether these are pre-training runs that were validated on the same tokens."""
-    recipes = [run.typed for run in runs]
-    read = {event.get("data") for run in runs for event in run.told("start")} - {None}
-    if len(read) > 1 or not all(values(run.metrics, "valid_loss") for run in runs):
+    recipes = [run.typed for run in runs if run.typed and run.workload == "pretrain"]
+    read = {str(event["data"]) for run in runs for event in run.told("start") if event.get("data")}
+    if len(recipes) < len(runs) or len(read) > 1:
         return False
-    first = recipes[0]
-    return first is not None and all(
-        recipe is not None and recipe.workload == "pretrain" and not unlike_data(first, recipe)
-        for recipe in recipes
-    )
+    validated = all(values(run.metrics, "valid_loss") for run in runs)
+    return validated and not any(unlike_data(recipes[0], recipe) for recipe in recipes)
 
 
 def _tested_alike(runs: list[Run]) -> bool:
