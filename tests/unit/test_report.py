@@ -76,7 +76,7 @@ class TestFigures:
     def test_it_says_how_many_first_updates_it_leaves_out(self, tmp_path: Path, updates, left_out) -> None:
         path = write_run(tmp_path / "a", metrics=lines(updates), events=EVENTS[:1])
         (first,) = [part for part in Summary(read_run(path)).time if part.name == "first updates"]
-        assert first.note == f"compilation and warm-up: {left_out} updates, beyond the median"
+        assert first.note == f"compilation and warm-up beyond the median; updates: {left_out}"
 
     def test_recorded_phases_split_the_updates(self, tmp_path: Path) -> None:
         made = [line | {"forward_s": 0.1, "backward_s": 0.2, "optimizer_s": 0.05} for line in lines()]

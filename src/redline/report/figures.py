@@ -149,7 +149,7 @@ def _training_parts(run: Run) -> list[TimePart]:
     parts = [
         *_update_parts(run, step_s - first_s - wait_s),
         TimePart("data wait", wait_s, "waiting for the loader"),
-        TimePart("first updates", first_s, f"compilation and warm-up: {cold} updates, beyond the median"),
+        TimePart("first updates", first_s, f"compilation and warm-up beyond the median; updates: {cold}"),
         TimePart("checkpoints", stalled_s, "stalls of the loop; writing continues in parallel"),
         TimePart(rest, total_s - step_s - stalled_s, "training time outside updates and checkpoints"),
     ]

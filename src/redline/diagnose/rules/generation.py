@@ -173,7 +173,7 @@ def real_batch(observed: Observed) -> list[Finding]:
 
 def rewards(observed: Observed) -> list[Finding]:
     """Scores computed on the CPU while the GPUs wait."""
-    reward_s, step_s = observed.part("reward"), observed.median("step_s")
+    reward_s, step_s = observed.part("reward") or observed.median("reward_s"), observed.median("step_s")
     share = reward_s / step_s if reward_s and step_s and observed.enough else 0.0
     return found("slow-reward", locals(), "own" if observed.kind == "run" else "")
 
