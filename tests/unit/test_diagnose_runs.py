@@ -327,6 +327,14 @@ def test_slow_updates_in_step_are_a_stall_beside_some_that_are_not() -> None:
     assert found.title.startswith("Every 10 updates")
 
 
+def test_the_comparisons_that_a_recipe_asks_for_are_no_stall() -> None:
+    """`diagnose_s` says what every 10th update does; without it the same times are a stall."""
+    for named, found in ((0.02, 0), (0.0, 1)):
+        times = [(i, 0.03, named) if i % 10 == 0 else (i, 0.01, 0.0) for i in range(1, 61)]
+        steps = tuple(Step(step=i, step_s=step_s, diagnose_s=within_s) for i, step_s, within_s in times)
+        assert len(stalls(Observed(source="", format="run", steps=steps))) == found
+
+
 def test_a_folder_of_rejection_sampling_is_read_without_its_plan(tmp_path: Path) -> None:
     (tmp_path / "train-samples").mkdir()
     lines = [
