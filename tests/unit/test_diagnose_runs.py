@@ -4,7 +4,7 @@ import json
 import random
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import redline
 from redline.config.load import load_recipe, to_toml
 from redline.diagnose.answer import too_little
 from redline.diagnose.finding import Finding
-from redline.diagnose.observed import PHASES, Facts, Observed, Step
+from redline.diagnose.observed import Facts, Observed, Step
 from redline.diagnose.read import read
 from redline.diagnose.readers.own import read_run
 from redline.diagnose.rules import diagnose
@@ -24,6 +24,7 @@ from redline.diagnose.rules.plans import floor_s
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import Plan, save
 from redline.plan.planner import make_plan
+from redline.record.metrics import PHASES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from planted import FAULTS, plant, small_bench
@@ -61,6 +62,11 @@ def test_a_planted_fault_is_named_and_its_gain_is_predicted(name: str) -> None:
             "the phases are what the host spent on the update"
         )
         assert phases_s <= line["step_s"] + 1e-4
+
+
+def test_the_diagnosis_knows_every_phase_that_a_run_records() -> None:
+    """A phase that it does not know would be a gap between updates."""
+    assert PHASES.keys() <= {field.name for field in fields(Step)}
 
 
 # ---- on paper: a GPU that is not here ----

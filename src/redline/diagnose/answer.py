@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from redline.diagnose.finding import Finding, worth
-from redline.diagnose.observed import FEWEST_UPDATES, PHASES, Observed
+from redline.diagnose.observed import FEWEST_UPDATES, Observed
 from redline.diagnose.rules.memory import achieved
+from redline.record.metrics import PHASES
 from redline.record.units import format_count, format_duration, format_limit_share, format_rate, format_share
 
 BESIDE = ("gen", "reward", "old log prob", "ref", "values", "adv", "update critic", "update actor")

@@ -16,13 +16,10 @@ from redline.config.recipe import Precision, Recipe
 from redline.diagnose.trainers import Trainer, named
 from redline.machine.specs import SPECS, GpuSpec
 from redline.plan.plan import Plan
+from redline.record.metrics import PHASES
 from redline.record.read import WARM_UP
 from redline.record.slowest import Slowest
 
-PHASES = (
-    "generate_s", "weights_s", "reward_s", "reference_s", "critic_s", "copy_s", "forward_s", "backward_s", "combine_s",
-    "optimizer_s", "communication_s", "diagnose_s",
-)  # fmt: skip
 FEWEST_UPDATES = 6
 """A share of the update needs at least this many updates after the warm-up: one or two may be anything."""
 

@@ -7,11 +7,9 @@ recorded is None and is shown as a dash.
 
 from typing import NamedTuple
 
-from redline.record.files import shipped
-from redline.record.metrics import METRICS
+from redline.record.metrics import METRICS, PHASES
 from redline.record.read import Line, Run, number, table, total, values
 
-PHASES: dict[str, str] = shipped("report/shown.toml")["phases"]
 ALWAYS = {"forward_s", "backward_s", "optimizer_s"}
 """Phases that every update has, if it was split."""
 
