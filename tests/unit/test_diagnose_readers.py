@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import lzma
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -710,6 +711,17 @@ def test_nonsense_gets_one_line(name: str, text: str, tmp_path: Path) -> None:
         read(text_file(tmp_path, text, name))
     with pytest.raises(DataError, match="does not exist"):
         read(tmp_path / "missing")
+
+
+def test_the_trainers_table_in_a_notebook_gives_its_losses(tmp_path: Path) -> None:
+    """Ten lines without a time, which the closing summary gives; a bar that shows its end alone adds nothing."""
+    text = (LOGS / "trainer.ipynb").read_text()
+    observed = read(text_file(tmp_path, text, "whole.ipynb"))
+    assert [(s.step, s.loss) for s in observed.steps[:2]] == [(50, 2.99328), (100, 2.889242)]
+    assert (len(observed.steps), observed.updates) == (10, 500)
+    assert observed.median("step_s") == pytest.approx(325.7 / 500, rel=1e-3)
+    lost = re.sub(r"(<td>\d+</td><td>)[\d.]+", r"\1nan", text)
+    assert set(found(read(text_file(tmp_path, lost, "lost.ipynb")))) == {"not-a-number"}
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
