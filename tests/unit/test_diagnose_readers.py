@@ -713,6 +713,18 @@ def test_nonsense_gets_one_line(name: str, text: str, tmp_path: Path) -> None:
         read(tmp_path / "missing")
 
 
+def test_a_running_mean_is_that_of_all_updates_so_far(tmp_path: Path) -> None:
+    """The first update takes 2 s, the others 0.1 s: after 60 the mean is 7.9 / 60."""
+    means = [(2.0 + 0.1 * (step - 1)) / step for step in range(1, 61)]
+    lines = [
+        f"step:{step}/600 train_loss:{5 - step / 30:.4f} step_avg:{1e3 * mean_s:.2f}ms"
+        for step, mean_s in enumerate(means, start=1)
+    ]
+    observed = console(tmp_path, lines)
+    assert observed.median("step_s") == pytest.approx(7.9 / 60, rel=1e-3)
+    assert "the time of an update is taken from the running mean" in observed.notes
+
+
 def test_the_trainers_table_in_a_notebook_gives_its_losses(tmp_path: Path) -> None:
     """Ten lines without a time, which the closing summary gives; a bar that shows its end alone adds nothing."""
     text = (LOGS / "trainer.ipynb").read_text()
