@@ -729,6 +729,9 @@ class TestTrainer:
             plan["recompute"]["value"],
         ) == (2, 0, "none")
         assert plan["optimizer"]["value"] == "adamw_torch_fused"
+        assert read(tmp_path / "run").trainer.options["recompute"] == "gradient_checkpointing=False", (
+            "findings name TrainingArguments"
+        )
         assert callback.loader.__iter__.__qualname__.startswith("DataLoaderShard"), "the loader is as it was"
 
     def test_a_dataset_that_sleeps_is_the_first_finding(self, tmp_path: Path) -> None:

@@ -30,7 +30,11 @@ def observed(run: read.Run) -> Observed:
     recipe, plan, notes = (None, None, ()) if watched else _plan_and_recipe(run)
     ramp = 0 if recipe is None else recipe.train.length_ramp_steps  # meant to be faster: sequences are cut
     warm = {line["step"] for line in run.warm if line["step"] > ramp}
-    whose = "watched" if recipe is None else "redline-rl" if recipe.rl else "redline"
+    # the Trainer's arguments say whether it recomputes; a loop has none
+    by_trainer = watched and read.table(run.plan.get("recompute")).get("source") == "user"
+    whose = "huggingface" if by_trainer else "watched"
+    if recipe is not None:
+        whose = "redline-rl" if recipe.rl else "redline"
     return Observed(
         source=str(run.path),
         format="run",
