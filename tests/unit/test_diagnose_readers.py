@@ -1,11 +1,15 @@
 """What real files are like: sparse, cut, of several runs, with pauses in them, in odd units, with losses that are no
 numbers. Readers get them right, ask, or refuse them in one line."""
 
+import bz2
 import contextlib
+import gzip
 import json
+import lzma
+import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -707,6 +711,42 @@ def test_nonsense_gets_one_line(name: str, text: str, tmp_path: Path) -> None:
         read(text_file(tmp_path, text, name))
     with pytest.raises(DataError, match="does not exist"):
         read(tmp_path / "missing")
+
+
+def test_a_running_mean_is_that_of_all_updates_so_far(tmp_path: Path) -> None:
+    """The first update takes 2 s, the others 0.1 s: after 60 the mean is 7.9 / 60."""
+    means = [(2.0 + 0.1 * (step - 1)) / step for step in range(1, 61)]
+    lines = [
+        f"step:{step}/600 train_loss:{5 - step / 30:.4f} step_avg:{1e3 * mean_s:.2f}ms"
+        for step, mean_s in enumerate(means, start=1)
+    ]
+    observed = console(tmp_path, lines)
+    assert observed.median("step_s") == pytest.approx(7.9 / 60, rel=1e-3)
+    assert "the time of an update is taken from the running mean" in observed.notes
+
+
+def test_the_trainers_table_in_a_notebook_gives_its_losses(tmp_path: Path) -> None:
+    """Ten lines without a time, which the closing summary gives; a bar that shows its end alone adds nothing."""
+    text = (LOGS / "trainer.ipynb").read_text()
+    observed = read(text_file(tmp_path, text, "whole.ipynb"))
+    assert [(s.step, s.loss) for s in observed.steps[:2]] == [(50, 2.99328), (100, 2.889242)]
+    assert (len(observed.steps), observed.updates) == (10, 500)
+    assert observed.median("step_s") == pytest.approx(325.7 / 500, rel=1e-3)
+    lost = re.sub(r"(<td>\d+</td><td>)[\d.]+", r"\1nan", text)
+    assert set(found(read(text_file(tmp_path, lost, "lost.ipynb")))) == {"not-a-number"}
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_compressed_log_with_a_byte_changed_is_refused(
+    pack: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    whole, path = pack((LOGS / "nanogpt.log").read_bytes()), tmp_path / "log"
+    for place in range(12, len(whole) - 12, max(1, len(whole) // 40)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        with contextlib.suppress(
+            DataError
+        ):  # one line, and no traceback; gzip's header holds bytes that do not matter
+            read(path)
 
 
 def test_half_a_last_line_and_a_broken_one_are_left_out_and_counted(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import random
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import redline
 from redline.config.load import load_recipe, to_toml
 from redline.diagnose.answer import too_little
 from redline.diagnose.finding import Finding
-from redline.diagnose.observed import PHASES, Facts, Observed, Step
+from redline.diagnose.observed import Facts, Observed, Step
 from redline.diagnose.read import read
 from redline.diagnose.readers.own import read_run
 from redline.diagnose.rules import diagnose
@@ -24,6 +24,7 @@ from redline.diagnose.rules.plans import floor_s
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import Plan, save
 from redline.plan.planner import make_plan
+from redline.record.metrics import PHASES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from planted import FAULTS, plant, small_bench
@@ -61,6 +62,11 @@ def test_a_planted_fault_is_named_and_its_gain_is_predicted(name: str) -> None:
             "the phases are what the host spent on the update"
         )
         assert phases_s <= line["step_s"] + 1e-4
+
+
+def test_the_diagnosis_knows_every_phase_that_a_run_records() -> None:
+    """A phase that it does not know would be a gap between updates."""
+    assert PHASES.keys() <= {field.name for field in fields(Step)}
 
 
 # ---- on paper: a GPU that is not here ----
@@ -325,6 +331,14 @@ def test_slow_updates_in_step_are_a_stall_beside_some_that_are_not() -> None:
     steps = tuple(Step(step=i, step_s=step_s) for i, step_s in times_s.items())
     (found,) = stalls(Observed(source="", format="run", steps=steps))
     assert found.title.startswith("Every 10 updates")
+
+
+def test_the_comparisons_that_a_recipe_asks_for_are_no_stall() -> None:
+    """`diagnose_s` says what every 10th update does; without it the same times are a stall."""
+    for named, found in ((0.02, 0), (0.0, 1)):
+        times = [(i, 0.03, named) if i % 10 == 0 else (i, 0.01, 0.0) for i in range(1, 61)]
+        steps = tuple(Step(step=i, step_s=step_s, diagnose_s=within_s) for i, step_s, within_s in times)
+        assert len(stalls(Observed(source="", format="run", steps=steps))) == found
 
 
 def test_a_folder_of_rejection_sampling_is_read_without_its_plan(tmp_path: Path) -> None:

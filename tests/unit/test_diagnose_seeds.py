@@ -138,6 +138,16 @@ def test_a_page_that_no_claim_was_understood_on_is_not_endorsed(tmp_path: Path) 
     assert "no endorsement" in said.text
 
 
+def test_what_only_looks_like_a_number_is_no_claim(tmp_path: Path) -> None:
+    """`1.2.3` is a version, and `²` a digit that no number is written with."""
+    code = "# after\nCHUNK_SIZE = ²\noversample = 3\nd_model = ²\nnum_layers = 3\nif num_return_sequences >= 2:\n"
+    lines = "- **Before**: 1.2.3K tokens/step\n- **After**: 50K tokens/step\nParameters: 124M\n"
+    (tmp_path / "page.md").write_text(f"# A run\n```python\n{code}```\n{lines}")
+    observed = read(tmp_path / "page.md")
+    assert diagnose(observed) == []
+    assert [s.value for s in observed.settings if s.name == "tokens_per_step"] == ["50000"]
+
+
 @pytest.mark.parametrize("unit", ["tokens/s", "tok/s", "Tokens/sec", "tokens per second"])
 @pytest.mark.parametrize(("before", "after"), [("50k", "350k"), ("50K", "350K"), ("50,000", "350,000")])
 def test_speeds_are_read_as_people_write_them(tmp_path: Path, unit: str, before: str, after: str) -> None:

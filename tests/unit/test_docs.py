@@ -41,7 +41,7 @@ def test_the_readme_names_every_extra() -> None:
 
 def test_the_metrics_page_is_made_from_the_table() -> None:
     rows = ["| metrics.jsonl | exported as | unit | meaning |", "|---|---|---|---|"]
-    for name, (unit, meaning) in METRICS.items():
+    for name, (unit, meaning, _) in METRICS.items():
         exported = "the x axis" if name == "step" else f"`{exported_name(name)}`"
         rows.append(f"| `{name}` | {exported} | {unit} | {meaning} |")
     assert (ROOT / "docs" / "metrics.md").read_text().endswith("\n".join(rows) + "\n")

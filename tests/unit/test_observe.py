@@ -109,6 +109,15 @@ def test_tokens_and_padding_are_counted_in_the_batches(tmp_path: Path) -> None:
     assert (observed.micro_batch, observed.batch_size, observed.seq_len) == (4, 8, 12)
 
 
+def test_an_update_whose_batches_are_empty_has_no_padding(tmp_path: Path) -> None:
+    with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
+        for _ in watched.batches(
+            [batch_of(tokens=6), {name: t[:0] for name, t in batch_of(tokens=6).items()}]
+        ):
+            watched.step()
+    assert ["padding_share" in line for line in lines_of(tmp_path / "run")] == [True, False]
+
+
 def test_what_the_loop_says_overrules_what_the_batch_shows(tmp_path: Path) -> None:
     with redline.watch(tmp_path / "run", model=model_of(), quiet=True) as watched:
         for _ in watched.batches([batch_of(tokens=6)]):
@@ -720,6 +729,9 @@ class TestTrainer:
             plan["recompute"]["value"],
         ) == (2, 0, "none")
         assert plan["optimizer"]["value"] == "adamw_torch_fused"
+        assert read(tmp_path / "run").trainer.options["recompute"] == "gradient_checkpointing=False", (
+            "findings name TrainingArguments"
+        )
         assert callback.loader.__iter__.__qualname__.startswith("DataLoaderShard"), "the loader is as it was"
 
     def test_a_dataset_that_sleeps_is_the_first_finding(self, tmp_path: Path) -> None:

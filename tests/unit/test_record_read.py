@@ -13,7 +13,7 @@ from redline.cli.main import main
 from redline.diagnose.readers.own import read_run as observe
 from redline.errors import DataError
 from redline.record.follow import Followed
-from redline.record.read import Ending, State, holes, read_run, rounds_of
+from redline.record.read import Ending, State, holes, number, read_run, rounds_of
 from redline.report.figures import Summary
 
 
@@ -111,6 +111,10 @@ class TestDamage:
             assert name in told
         else:
             assert (verb, name) == ("diagnose", "recipe.toml"), "it can do without a recipe"
+
+    def test_a_number_too_large_for_a_float_is_not_one(self) -> None:
+        assert number(10**400) is None
+        assert number(10**300) == 1e300
 
     @pytest.mark.parametrize("verb", ["report", "diagnose", "watch"])
     def test_empty_files_are_a_run_of_nothing(self, tmp_path: Path, capsys, verb) -> None:

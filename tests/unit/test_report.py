@@ -72,6 +72,12 @@ class TestFigures:
         )
         assert sum(parts.values()) == pytest.approx(27.75)
 
+    @pytest.mark.parametrize(("updates", "left_out"), [(40, 5), (6, 2)])
+    def test_it_says_how_many_first_updates_it_leaves_out(self, tmp_path: Path, updates, left_out) -> None:
+        path = write_run(tmp_path / "a", metrics=lines(updates), events=EVENTS[:1])
+        (first,) = [part for part in Summary(read_run(path)).time if part.name == "first updates"]
+        assert first.note == f"compilation and warm-up beyond the median; updates: {left_out}"
+
     def test_recorded_phases_split_the_updates(self, tmp_path: Path) -> None:
         made = [line | {"forward_s": 0.1, "backward_s": 0.2, "optimizer_s": 0.05} for line in lines()]
         parts = spent(write_run(tmp_path / "a", metrics=made))
@@ -320,6 +326,8 @@ class TestComparison:
         same = ratio(steady, steady)
         assert same is not None
         assert (same.value, "not resolved" in str(same)) == (1, True)
+        stood = [line | {"tokens_per_s": 0.0} for line in lines()]
+        assert ratio(Summary(read_run(write_run(tmp_path / "c", metrics=stood))), steady) is None
 
     def test_folders_of_one_name_are_told_apart(self, tmp_path: Path) -> None:
         runs = read_runs([write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run")])

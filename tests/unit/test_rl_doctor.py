@@ -13,6 +13,7 @@ from test_report_rl import write_rl
 
 from redline.cli.main import main
 from redline.config.rl import RlConfig
+from redline.diagnose.answer import split
 from redline.diagnose.readers.own import read_run
 from redline.diagnose.rules import diagnose
 from redline.measure.training import TrainingSubject
@@ -115,6 +116,24 @@ def test_the_diagnosis_of_a_run_names_slow_rewards(tmp_path: Path) -> None:
     found = {finding.cause: finding for finding in diagnose(read_run(folder))}
     assert found["slow-reward"].title == "Computing rewards takes 40% of the step"
     assert "redline rl doctor" in found["slow-reward"].fix
+
+
+def test_what_a_step_spends_on_the_critic_and_the_reference_is_no_gap(tmp_path: Path) -> None:
+    """A second: generation, weights, rewards, reference, critic and the policy's update leave nothing between them."""
+    spent_s = {"generate_s": 0.3, "weights_s": 0.01, "reward_s": 0.01, "reference_s": 0.08, "critic_s": 0.3}
+    spent_s |= {"forward_s": 0.1, "backward_s": 0.17, "combine_s": 0.01, "optimizer_s": 0.02}
+    path = write_rl(tmp_path / "a") / "metrics.jsonl"
+    lines = [json.loads(line) | {"step_s": 1.0} | spent_s for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    observed = read_run(path.parent)
+    assert "host-gap" not in {finding.cause for finding in diagnose(observed)}
+    nothing = {"data wait": 0.0, "idle": 0.0}
+    known = {name.removesuffix("_s"): seconds for name, seconds in spent_s.items()}
+    assert split(observed) == pytest.approx(known | nothing, abs=1e-9)
+    path.write_text(
+        "".join(json.dumps(line | {"forward_s": None, "backward_s": None}) + "\n" for line in lines)
+    )
+    assert split(read_run(path.parent))["other"] == pytest.approx(0.27)
 
 
 def test_the_plan_says_where_pcgrad_keeps_its_gradients_and_why(recipe: Path, capsys: Capture) -> None:

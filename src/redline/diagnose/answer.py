@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from redline.diagnose.finding import Finding, worth
-from redline.diagnose.observed import FEWEST_UPDATES, PHASES, Observed
+from redline.diagnose.observed import FEWEST_UPDATES, Observed
 from redline.diagnose.rules.memory import achieved
+from redline.record.metrics import PHASES
 from redline.record.units import format_count, format_duration, format_limit_share, format_rate, format_share
 
 BESIDE = ("gen", "reward", "old log prob", "ref", "values", "adv", "update critic", "update actor")
@@ -32,15 +33,16 @@ class Verdict:
 
 def split(observed: Observed) -> dict[str, float]:
     """Mean seconds of each part of an update, and the rest as `idle`. Means add up to the update; medians do not. If the
-    parts were not measured, a trainer's own parts of the step (verl's timing_s) that do not contain each other, or
-    nothing."""
+    update itself was not split, the parts beside it (a trainer's own, such as verl's timing_s, that do not contain each
+    other) and the rest as `other`, or nothing."""
     step_s = observed.mean("step_s") or 0.0
-    if observed.mean("forward_s") is None:
-        parts = {name: value for name in BESIDE if (value := observed.part(name))}
-        left_s = step_s - sum(parts.values())
-        return parts | {"other": max(0.0, left_s)} if parts and step_s and left_s > -0.1 * step_s else {}
     measured = [name for name in PHASES if any(getattr(s, name) for s in observed.steady)]
     known = {name.removesuffix("_s"): observed.share(name) * step_s for name in measured}
+    if observed.mean("forward_s") is None:
+        own = observed.kind == "run"
+        parts = known if own else {name: value for name in BESIDE if (value := observed.part(name))}
+        left_s = step_s - sum(parts.values())
+        return parts | {"other": max(0.0, left_s)} if parts and step_s and left_s > -0.1 * step_s else {}
     left_s = max(0.0, step_s - sum(known.values()))
     wait_s = min(fmean(s.felt_wait_s for s in observed.steady), left_s)
     return known | {"data wait": wait_s, "idle": left_s - wait_s}

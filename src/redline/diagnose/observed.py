@@ -16,10 +16,10 @@ from redline.config.recipe import Precision, Recipe
 from redline.diagnose.trainers import Trainer, named
 from redline.machine.specs import SPECS, GpuSpec
 from redline.plan.plan import Plan
+from redline.record.metrics import PHASES
 from redline.record.read import WARM_UP
 from redline.record.slowest import Slowest
 
-PHASES = ("generate_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "communication_s")
 FEWEST_UPDATES = 6
 """A share of the update needs at least this many updates after the warm-up: one or two may be anything."""
 
@@ -47,10 +47,16 @@ class Step:
     memory_bytes: float | None = None
     data_wait_s: float | None = None
     generate_s: float | None = None
+    weights_s: float | None = None
+    reward_s: float | None = None
+    reference_s: float | None = None
+    critic_s: float | None = None
     copy_s: float | None = None
     forward_s: float | None = None
     backward_s: float | None = None
+    combine_s: float | None = None
     optimizer_s: float | None = None
+    diagnose_s: float | None = None
     communication_s: float | None = None
     """Time for which the update waited for other processes."""
     issue_s: float | None = None

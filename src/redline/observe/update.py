@@ -157,7 +157,7 @@ class Lines:
             found[metric] = found.get(metric, 0.0) + self.clock.seconds(begin, end)
         step_s = whole_s - found.pop(PAUSED, 0.0)
         counted, tokens = numbers.pop("counted"), numbers.pop("tokens")
-        if numbers["padding_share"] is None and update.seen.masked:
+        if numbers["padding_share"] is None and update.seen.masked and counted is not None:
             numbers["padding_share"] = 1 - counted / update.seen.positions
         if tokens is None:
             tokens = self.tokens_per_step if counted is None else counted

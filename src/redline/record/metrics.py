@@ -9,6 +9,10 @@ from redline.record.files import shipped
 class Metric(NamedTuple):
     unit: str
     meaning: str
+    phase: str = ""
+    """What a report calls this part of an update, if it is one."""
 
 
 METRICS = {name: Metric(*about) for name, about in shipped("record/metrics.toml").items()}
+PHASES = {name: metric.phase for name, metric in METRICS.items() if metric.phase}
+"""The parts of an update, which do not overlap."""

@@ -17,6 +17,7 @@ watched loops have plans too. Left out: checkpoints, and samples.db (rft/store.p
 """
 
 import math
+import sys
 import time
 from bisect import bisect_left
 from dataclasses import dataclass, replace
@@ -260,8 +261,8 @@ def metrics_path(run: Path) -> Path:
 
 def number(value: Any) -> float | None:
     """A finite number, or None for anything else."""
-    plain = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if plain else None
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if plain and abs(value) <= sys.float_info.max else None
 
 
 def table(value: Any) -> dict[str, Any]:

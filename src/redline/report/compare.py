@@ -111,8 +111,8 @@ def _differences(tables: list[dict[str, Any]]) -> list[str]:
 def ratio(base: Summary, other: Summary) -> Ratio | None:
     """Speed of `other` over that of `base`; the widest interval the two allow, since they did not take turns."""
     a, b = base.speed.update, other.speed.update
-    if a is None or b is None or base.speed.unit != other.speed.unit:
+    if a is None or b is None or not a.value or base.speed.unit != other.speed.unit:
         return None
-    if a.low is None or a.high is None or b.low is None or b.high is None:
+    if not a.low or not a.high or b.low is None or b.high is None:
         return Ratio(b.value / a.value, None, None)
     return Ratio(b.value / a.value, b.low / a.high, b.high / a.low)

@@ -7,24 +7,11 @@ recorded is None and is shown as a dash.
 
 from typing import NamedTuple
 
-from redline.record.metrics import METRICS
-from redline.record.read import WARM_UP, Line, Run, number, table, total, values
+from redline.record.metrics import METRICS, PHASES
+from redline.record.read import Line, Run, number, table, total, values
 
-PHASES = {
-    "diagnose_s": "diagnosis",
-    "generate_s": "generation",
-    "reward_s": "scoring",
-    "weights_s": "weights into the engine",
-    "reference_s": "reference model",
-    "critic_s": "critic",
-    "forward_s": "forward",
-    "backward_s": "backward",
-    "combine_s": "combining gradients",
-    "optimizer_s": "optimiser update",
-    "communication_s": "communication",
-}
-NOT_IN_ALL = set(PHASES) - {"forward_s", "backward_s", "optimizer_s"}
-"""Phases that not every update has: generating and scoring text, combining domains, waiting for other processes."""
+ALWAYS = {"forward_s", "backward_s", "optimizer_s"}
+"""Phases that every update has, if it was split."""
 
 
 class Speed:
@@ -154,32 +141,31 @@ def _training_parts(run: Run) -> list[TimePart]:
     total_s, step_s = run.elapsed_s, sum(values(run.metrics, "step_s"))
     if total_s is None or not step_s:
         return []
-    first_s, wait_s = _warm_up_s(run), sum(values(run.metrics, "data_wait_s"))
+    (cold, first_s), wait_s = _warm_up(run), sum(values(run.metrics, "data_wait_s"))
     stalled_s = total(run.events, "checkpoint", "stalled_s")
     rest = "validation" if run.told("validation") else "other"
-    warm_up = f"compilation and warm-up: first {WARM_UP} updates, beyond the median"
     parts = [
         *_update_parts(run, step_s - first_s - wait_s),
         TimePart("data wait", wait_s, "waiting for the loader"),
-        TimePart("first updates", first_s, warm_up),
+        TimePart("first updates", first_s, f"compilation and warm-up beyond the median; updates: {cold}"),
         TimePart("checkpoints", stalled_s, "stalls of the loop; writing continues in parallel"),
         TimePart(rest, total_s - step_s - stalled_s, "training time outside updates and checkpoints"),
     ]
     return [part for part in parts if part.elapsed_s > 0]
 
 
-def _warm_up_s(run: Run) -> float:
-    """How much longer the first updates of each attempt took than the median of the others."""
+def _warm_up(run: Run) -> tuple[int, float]:
+    """The first updates of each attempt: how many, and how much longer they took than the median of the others."""
     warm, typical_s = {line["step"] for line in run.warm}, run.typical("step_s")
     cold = values([line for line in run.metrics if line["step"] not in warm], "step_s")
-    return max(0.0, sum(cold) - len(cold) * typical_s) if typical_s is not None else 0.0
+    return len(cold), max(0.0, sum(cold) - len(cold) * typical_s) if typical_s is not None else 0.0
 
 
 def _update_parts(run: Run, update_s: float) -> list[TimePart]:
     """The updates, split into phases if the record has them; the first updates split like the others."""
     sums = {name: total_s for name in PHASES if (total_s := sum(values(run.metrics, name)))}
     rest, about = "between phases", "updates outside the recorded phases"
-    if not PHASES.keys() - NOT_IN_ALL <= sums.keys():
+    if not sums.keys() >= ALWAYS:
         sums = {name: total_s for name, total_s in sums.items() if name == "generate_s"}
         rest, about = "updates", "forward, backward, optimiser; not recorded separately"
     computed_s = sum(values(run.metrics, "step_s")) - sum(values(run.metrics, "data_wait_s"))

@@ -8,6 +8,7 @@ None; `broken` says where on each axis the loss stops being a number for good.
 from dataclasses import dataclass
 from typing import Any
 
+from redline.record.files import shipped
 from redline.record.metrics import METRICS
 from redline.record.read import number, values
 from redline.report.figures import without_number
@@ -23,46 +24,18 @@ DIGITS = {"loss": 6}
 
 @dataclass(frozen=True)
 class Chart:
-    """How the curve of a metric is drawn."""
+    """How the curve of a metric is drawn (shown.toml)."""
 
     title: str
     format: str
     first: bool = False
-    """Whether it is the outcome: wide, and above what explains it."""
     main: bool = False
     smooth: bool = False
     validation: bool = False
     from_zero: bool = True
 
 
-CHARTS = {
-    "reward": Chart("Reward", "plain", first=True, main=True, smooth=True, from_zero=False),
-    "loss": Chart("Loss", "plain", first=True, main=True, smooth=True, validation=True, from_zero=False),
-    "tokens_per_s": Chart("Speed", "count", main=True),
-    "rows_per_s": Chart("Rows", "count", main=True),
-    "memory_bytes": Chart("Memory", "bytes", main=True),
-    "dfa_cosine": Chart("Cosine with back-propagation", "plain"),
-    "dfa_error": Chart("Distance from back-propagation", "plain"),
-    "attention_similarity": Chart("Kernel attention against exact", "plain"),
-    "orthogonality_violation": Chart("Distance from orthogonality", "plain"),
-    "mfu": Chart("MFU", "share"),
-    "ceiling_share": Chart("Share of the matmul ceiling", "share"),
-    "step_s": Chart("Time of an update", "duration"),
-    "data_wait_s": Chart("Data wait", "duration"),
-    "padding_share": Chart("Padding", "share"),
-    "accuracy": Chart("Correct sampled answers", "share", main=True, smooth=True),
-    "response_tokens": Chart("Tokens per answer", "plain", main=True),
-    "cut_share": Chart("Answers cut off", "share"),
-    "entropy": Chart("Entropy", "plain"),
-    "kl": Chart("KL from the initial model", "plain"),
-    "clip_share": Chart("Tokens clipped", "share"),
-    "logprob_gap": Chart("Engine against trainer", "plain"),
-    "lr": Chart("Learning rate", "plain"),
-    "grad_norm": Chart("Gradient norm before clipping", "plain"),
-    "power_w": Chart("Power", "count"),
-    "sm_clock_mhz": Chart("Clock", "count"),
-    "temperature_c": Chart("Temperature", "plain", from_zero=False),
-}
+CHARTS = {name: Chart(**about) for name, about in shipped("report/shown.toml")["charts"].items()}
 
 
 def curves(lines: list[dict[str, Any]], most_points: int = MOST_POINTS) -> dict[str, Any]:

@@ -6,6 +6,7 @@ whose Host is not this machine's is refused, so that a web site that points its 
 """
 
 import json
+import re
 import sys
 import threading
 import time
@@ -14,7 +15,6 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 from redline.errors import MachineError, RedlineError
 from redline.record.follow import Followed
@@ -22,6 +22,8 @@ from redline.record.read import Run
 from redline.report import page
 from redline.report.series import broken, curves
 from redline.report.view import RunView
+
+LINES = re.compile(r"/lines\?generation=([0-9]{1,18})&offset=([0-9]{1,18})")
 
 
 class Watched(Followed):
@@ -97,16 +99,13 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
             return self._answer(HTTPStatus.MISDIRECTED_REQUEST, "this page is for 127.0.0.1 only\n")
         try:
-            asked = urlsplit(self.path)
-            if asked.path == "/" and not asked.query:
+            if self.path == "/":
                 return self._answer(HTTPStatus.OK, self.server.watched.page(), "text/html")
-            if asked.path == "/lines" and (place := _place(asked.query)) is not None:
-                news = json.dumps(self.server.watched.news(*place), allow_nan=False)
+            if place := LINES.fullmatch(self.path):
+                news = json.dumps(self.server.watched.news(*map(int, place.groups())), allow_nan=False)
                 return self._answer(HTTPStatus.OK, news, "application/json")
         except RedlineError as error:  # a damaged file of the run: say it on the page, not in this terminal
             return self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n")
-        except ValueError:  # not an address
-            pass
         return self._answer(HTTPStatus.NOT_FOUND, "this server has / and /lines?generation=G&offset=N\n")
 
     def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain") -> None:
@@ -128,14 +127,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """The page asks every second: nothing worth a line."""
-
-
-def _place(query: str) -> tuple[int, int] | None:
-    """Generation and offset of a query that holds exactly these."""
-    found = parse_qs(query, keep_blank_values=True, max_num_fields=2) if query.count("&") == 1 else {}
-    texts = [found.get(name, [""])[0] for name in ("generation", "offset")]
-    valid = all(text.isascii() and text.isdecimal() and len(text) < 19 for text in texts)
-    return (int(texts[0]), int(texts[1])) if valid else None
 
 
 def make_server(path: Path, port: int) -> Server:

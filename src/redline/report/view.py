@@ -15,6 +15,7 @@ from redline.diagnose.answer import verdict
 from redline.diagnose.finding import Finding
 from redline.diagnose.readers import own
 from redline.diagnose.rules import diagnose
+from redline.record.files import shipped
 from redline.record.read import Run, number, read_runs, table, time_left_s, values
 from redline.record.units import (
     DASH,
@@ -36,11 +37,7 @@ TESTED = {"base": "before", "answers": "after fine-tuning on the answers", "samp
 FIRST_EVENTS, LAST_EVENTS = 20, 80
 RECENT = 60
 """Updates that the time left is estimated from."""
-_KINDS = {
-    "updates": "p0", "forward": "p0", "backward": "p4", "optimiser update": "p2", "between phases": "p6",
-    "data wait": "p7", "first updates": "p3", "checkpoints": "p5", "validation": "p1", "other": "p6",
-    "generation": "p8", "scoring": "p1", "weights into the engine": "p5", "combining gradients": "p7", "sampling": "p8", "tests": "p1", "fine-tuning on answers": "p3",
-}  # fmt: skip
+_COLOURS: dict[str, str] = shipped("report/shown.toml")["colours"]
 
 
 class Tile(NamedTuple):
@@ -231,7 +228,7 @@ def _bars(rows: list[tuple[str, float | None, str, str]], text: Callable[[float]
 def _stack(parts: Sequence[tuple[str, float, str]], text: Callable[[float], str]) -> list[Bar]:
     whole = sum(value for _, value, _ in parts)
     return [
-        Bar(name, text(value), 100 * value / whole, _KINDS.get(name, f"p{i % 7}"), note)
+        Bar(name, text(value), 100 * value / whole, _COLOURS.get(name, f"p{i % 7}"), note)
         for i, (name, value, note) in enumerate(parts)
     ]
 

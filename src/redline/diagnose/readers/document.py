@@ -134,7 +134,7 @@ def _read_bullet(page: _Page, word: str, text: str, number: int) -> None:
         values = {"before": page.before, "after": found[0][0]}
         page.claims.append(Claim(name=canonical(page.heading), line=number, text=text, **values))
         page.before = None
-    if (tokens := re.search(r"(?<![\d.])([\d.]{1,12})K\+? tokens/step", text)) is not None:
+    if (tokens := re.search(r"(?<![\d.])(\d{1,9}(?:\.\d{1,3})?)K\+? tokens/step", text)) is not None:
         page.settings.append(Setting("tokens_per_step", f"{float(tokens[1]) * 1e3:.0f}", number, when))
 
 

@@ -18,6 +18,7 @@ import lzma
 import re
 import stat
 import struct
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ def bytes_of(path: Path) -> bytes:
                 if head.startswith(magic):
                     opened = unpacks(file)
             raw = opened.read(MOST_BYTES + 1)
-    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as damage:
+    except (lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile) as damage:
         raise DataError(f"{path} is compressed and damaged: {damage}") from damage
     except (OSError, ValueError) as refusal:
         why = getattr(refusal, "strerror", None) or refusal

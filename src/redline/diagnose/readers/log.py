@@ -89,7 +89,8 @@ def _of_a_console(log: Log, source: Source) -> list[Row]:
         for row in rows:
             row.step, row.total = int(row.total), 0.0  # 0/50, SamplesPerSec=13.2: the epoch, and the step
     if not _trains(rows) or not any(TIMES & row.values.keys() or row.stamp_s is not None for row in rows):
-        rows = _bar(log, rows) or rows
+        bar = _bar(log, rows)
+        rows = bar if bar and (_trains(bar) or not _trains(rows)) else rows
     if not _trains(rows):
         rows = _placed([row for row in plain if row.step < 0 and "epoch" in row.values], log, source.text)
     if not _trains(rows):

@@ -30,7 +30,11 @@ def observed(run: read.Run) -> Observed:
     recipe, plan, notes = (None, None, ()) if watched else _plan_and_recipe(run)
     ramp = 0 if recipe is None else recipe.train.length_ramp_steps  # meant to be faster: sequences are cut
     warm = {line["step"] for line in run.warm if line["step"] > ramp}
-    whose = "watched" if recipe is None else "redline-rl" if recipe.rl else "redline"
+    # the Trainer's arguments say whether it recomputes; a loop has none
+    by_trainer = watched and read.table(run.plan.get("recompute")).get("source") == "user"
+    whose = "huggingface" if by_trainer else "watched"
+    if recipe is not None:
+        whose = "redline-rl" if recipe.rl else "redline"
     return Observed(
         source=str(run.path),
         format="run",
@@ -51,11 +55,9 @@ def _step(line: dict[str, Any], *, cold: bool) -> Step:
     known = {name: value for name in names if (value := finite(line[name])) is not None}
     bad = any(name in line and finite(line[name]) is None for name in ("loss", "grad_norm"))
     lost = bad and not line.get("skipped")
-    reward_s = finite(line.get("reward_s"))
-    more = {} if reward_s is None else {"timing s reward": reward_s}
     speed, step_s = finite(line.get("tokens_per_s")), known.get("step_s")
     tokens = speed * step_s if speed and step_s else None
-    return Step(step=line["step"], not_a_number=lost, cold=cold, tokens=tokens, more=more, **known)  # type: ignore[arg-type]
+    return Step(step=line["step"], not_a_number=lost, cold=cold, tokens=tokens, **known)  # type: ignore[arg-type]
 
 
 def _plan_and_recipe(run: read.Run) -> tuple[Recipe | None, Plan | None, tuple[str, ...]]:

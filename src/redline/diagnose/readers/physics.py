@@ -161,7 +161,6 @@ def _by_two_rates(run: Timed) -> float | None:
         for name, one in row.more.items():
             same = _ONE_GPU.sub("", name, count=1)
             if same != name and " per s" in name and one:
-                others = [rate for words, rate in rates.items() if rate and same.endswith(words)]
-                both = next(iter([*filter(None, [row.more.get(same)]), *others]), None)
+                both = row.more.get(same) or next((r for of, r in rates.items() if same.endswith(of)), None)
                 ratios += [both / one] if both else []
     return whole(median(ratios)) if ratios else None

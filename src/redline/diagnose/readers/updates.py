@@ -12,8 +12,9 @@ from itertools import accumulate, pairwise
 from statistics import linear_regression, median
 from typing import Any
 
-from redline.diagnose.observed import PHASES, warm_up
+from redline.diagnose.observed import warm_up
 from redline.diagnose.readers.rows import Log, Row
+from redline.record.metrics import PHASES
 
 SHOWS = 0.05
 """Share of an update from which on a pause inside it can be told from noise."""

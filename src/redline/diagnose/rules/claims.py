@@ -146,7 +146,7 @@ def parameter_counts(observed: Observed) -> list[Finding]:
     """Stated model sizes, counted again: 12 L d^2 parameters in the blocks, V d in the embedding."""
     conventions, evidence = set(), []
     for claim in (c for c in observed.claims if c.name == "parameters" and c.before):
-        above = [s for s in observed.settings if s.line < claim.line and s.value.isdigit()]
+        above = [s for s in observed.settings if s.line < claim.line and s.value.isdecimal()]
         shape = {s.name: int(s.value) for s in above if s.name in ("d_model", "num_layers")}
         if claim.before is None or len(shape) < 2:
             continue

@@ -162,7 +162,7 @@ def real_batch(observed: Observed) -> list[Finding]:
     limit = re.findall(r"num_return_sequences >= (\d{1,9})", observed.text)
     names = ("CHUNK_SIZE", "MICRO_BATCH_SIZE", "oversample")
     chunk, claimed, drawn = (observed.setting(name, "after") or observed.setting(name) for name in names)
-    if not limit or not chunk or not drawn or not (chunk.value + drawn.value).isdigit():
+    if not limit or not chunk or not drawn or not (chunk.value + drawn.value).isdecimal():
         return []
     many = int(drawn.value)
     real, together, claim = min(int(chunk.value), many), 8 * many, f", not {claimed.value}" if claimed else ""
@@ -173,7 +173,7 @@ def real_batch(observed: Observed) -> list[Finding]:
 
 def rewards(observed: Observed) -> list[Finding]:
     """Scores computed on the CPU while the GPUs wait."""
-    reward_s, step_s = observed.part("reward"), observed.median("step_s")
+    reward_s, step_s = observed.part("reward") or observed.median("reward_s"), observed.median("step_s")
     share = reward_s / step_s if reward_s and step_s and observed.enough else 0.0
     return found("slow-reward", locals(), "own" if observed.kind == "run" else "")
 

@@ -79,10 +79,10 @@ def chance_of(excess_s: dict[int, float], steps: list[int], period: int, rest: i
 
 def _slow(observed: Observed) -> tuple[dict[int, float], dict[int, float], float]:
     """The time of each update, how much longer the slow ones took than the usual one (empty if they are too few), and the
-    usual one. Generation, waits for data and the Trainer's logs have their own rules and are not counted."""
+    usual one. What the record names is not counted: generation, comparisons, waits for data, the Trainer's logs."""
     steady, logs_s = observed.steady[-LONGEST_SEARCH:], _logs_s(observed)
     logged = {after.step for now, after in pairwise(observed.steps) if logs_s and now.loss is not None}
-    took_s = {s.step: (s.step_s or 0.0) - (s.generate_s or 0.0) for s in steady}
+    took_s = {s.step: (s.step_s or 0.0) - (s.generate_s or 0.0) - (s.diagnose_s or 0.0) for s in steady}
     for step in logged & took_s.keys():
         took_s[step] -= fmean(logs_s)
     if _uneven_tokens(observed):  # longer texts take longer

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from redline.diagnose.finding import WORTH_SAYING, Finding, found
-from redline.diagnose.observed import PHASES, Observed
+from redline.diagnose.observed import Observed
+from redline.record.metrics import PHASES
 from redline.record.read import WARM_UP
 
 FEWEST_TURNS = 60
