@@ -120,7 +120,7 @@ def test_train_uses_a_tuned_plan_and_says_which(
     assert tuned_plan(folder, recipe) == (found, TUNED), "it stays as it was"
     done = nano.train(path, tmp_path / "tuned", "--plan", "auto", *brief)
     assert done.code == 0, done.err
-    assert "tuned 2026-01-01 00:00:00Z, 1.50x the rules' plan" in done.err
+    assert "tuned 2026-01-01 00:00:00 UTC, 1.50x the rules' plan" in done.err
     [start] = events(tmp_path / "tuned", "start")
     assert start["micro_batch"] == 2
     pinned = nano.train(path, tmp_path / "pinned", "--plan", "auto", "--set", "plan.micro_batch=4", *brief)

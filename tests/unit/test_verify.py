@@ -440,7 +440,7 @@ def test_the_tuned_plan_is_verified_and_the_corpus_tokenised_first(
     keep(folder, replace(rules, micro_batch=1, accumulation=4), TUNED)
     shutil.rmtree(cache_folder() / "data")
     assert main(command) == 0
-    assert [line for line in said if "tuned 2026-01-01 00:00:00Z, 1.50x the rules' plan" in line]
+    assert [line for line in said if "tuned 2026-01-01 00:00:00 UTC, 1.50x the rules' plan" in line]
     assert [plan.micro_batch for plan in asked] == [rules.micro_batch, 1]
 
 

@@ -85,8 +85,8 @@ def format_duration(duration_s: float | None) -> str:
 
 
 def format_iso(at: str) -> str:
-    """`2026-11-19 20:33:18 UTC`, of the ISO time `2026-11-19T20:33:18+00:00`."""
-    return at.replace("T", " ").replace("+00:00", " UTC")
+    """`2026-11-19 20:33:18 UTC`, of the ISO time `2026-11-19T20:33:18+00:00` or `2026-11-19T20:33:18Z`."""
+    return at.replace("T", " ").replace("+00:00", " UTC").replace("Z", " UTC")
 
 
 def format_amount(value: float | str, unit: str) -> str:
