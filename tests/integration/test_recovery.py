@@ -269,8 +269,11 @@ class TestFolder:
 
     def test_holds_another_recipe(self, nano: Nano, recipe: Path, reference: Path) -> None:
         before = (reference / "recipe.toml").read_bytes()
-        line = refused(nano.train(recipe, reference, "--set", "train.lr=0.5"), code=2)
-        assert f"{reference} holds a run of another recipe" in line
+        line = refused(
+            nano.train(recipe, reference, "--set", "train.lr=0.5", "--set", "train.steps=7"), code=2
+        )
+        assert f"{reference} holds a run of another recipe: train.lr (" in line
+        assert "train.steps" not in line, "more or fewer steps would extend the run"
         assert (reference / "recipe.toml").read_bytes() == before
 
     def test_belongs_to_other_tokens(self, nano: Nano, recipe: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from redline.errors import CheckpointError, StorageError, TrainingError
 from redline.train.checkpoint import Checkpoints, load, read_tensors, verify
-from redline.train.places import resolve
+from redline.train.places import find, resolve
 
 
 def all_kinds() -> dict[str, Tensor]:
@@ -211,6 +211,14 @@ def test_only_a_saved_step_can_be_the_best(tmp_path: Path) -> None:
         resolve(tmp_path, "best")
 
 
+def test_weights_without_their_config_are_told_apart_from_a_run_without_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"holds weights but no config\.json"):
+        find(tmp_path)
+    saved(tmp_path / "checkpoints", 1)
+    assert find(step := tmp_path / "checkpoints" / "step-00000001") == step
+
+
 def test_resolve_takes_a_run_a_folder_or_a_step(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         resolve(tmp_path)
@@ -259,7 +267,7 @@ def remove_state(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (truncate, r"shard-\S+ is truncated or altered: 48\d\d\d bytes expected, 48\d\d\d found"),
+        (truncate, r"shard-\S+ is truncated or altered: 48,\d\d\d bytes expected, 48,\d\d\d found"),
         (flip, r"shard-\S+ is altered: sha256 [0-9a-f]{64} expected, [0-9a-f]{64} found"),
         (remove, r"shard-\S+ cannot be read: No such file"),
         (add, r"shard-2.safetensors is not listed in state.json"),

@@ -21,7 +21,7 @@ from redline.launch import ray as ray_place
 from redline.launch.experiments import Job
 from redline.launch.processes import LAUNCHER
 from redline.launch.slurm import script
-from redline.train.stop import handled_by
+from redline.train.stop import handled_by, stop_on_signal
 
 
 def job(*overrides: str, **given: Any) -> Job:
@@ -194,3 +194,20 @@ def test_signals_are_handled_as_before_once_a_block_has_ended() -> None:
         signal.raise_signal(signal.SIGUSR1)
     assert heard == ["inner", "outer"]
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_terminal_is_told_at_the_first_interrupt_that_the_run_will_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with stop_on_signal(lambda: asked.append("stop")):
+            signal.raise_signal(signal.SIGINT)
+            said = os.read(ours, 200)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    os.close(ours)
+    assert asked == ["stop"]
+    assert b"stopping when the current step is done" in said

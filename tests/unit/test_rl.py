@@ -296,12 +296,14 @@ def test_prompts_that_are_all_too_long_are_one_line_also_if_only_the_held_out_on
         for split in ("train", "valid")
     )
     assert short < long
-    for most, evals in ((1, 0), (short, 2)):
+    for most, evals in ((1, 0), (short, 0), (short, 2)):
         sets = ["train.steps=2", f"train.eval_every={evals}", f"rl.max_prompt_tokens={most}"]
         with pytest.raises(
             DataError, match=rf"every prompt of domain letters is longer than .* \({most}\): raise it"
         ):
-            run_rl(place, tmp_path / str(most), sets)
+            run_rl(place, run := tmp_path / f"{most}-{evals}", sets)
+        lines = run / "metrics.jsonl"
+        assert not lines.exists() or not read_lines(lines), "nothing was trained"
 
 
 def test_a_step_without_a_lesson_changes_nothing_and_says_so(place, tmp_path):

@@ -253,7 +253,7 @@ def test_a_rules_plan_that_does_not_fit_is_tried_with_smaller_passes(world: Worl
     assert plan.micro_batch == 32
     measured = f"16 measured {result.rows[2].comparison}"
     assert plan.why["micro_batch"].reason == f"micro-batch 64 ran out of memory; {measured}"
-    assert plan.why["accumulation"].reason == "512 sequences per update / (32 per pass x 1 process(es))"
+    assert plan.why["accumulation"].reason == "512 sequences per update / (32 per pass x 1 process)"
     assert (result.ratio, result.against) == (1.0, "the rules' plan cut to micro-batch 32")
 
 

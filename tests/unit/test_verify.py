@@ -236,7 +236,7 @@ def test_a_number_read_inside_the_pass_is_found(monkeypatch: pytest.MonkeyPatch)
     found = checks(plan_for())
     assert failed(found) == {"no hidden sync"}
     # a block each, and one that the loop reads
-    assert found["no hidden sync"].evidence.startswith("3 number(s)")
+    assert found["no hidden sync"].evidence.startswith("3 numbers")
 
 
 def test_a_number_read_by_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,9 +251,7 @@ def test_a_number_read_by_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Eager, "take", reading)
     found = checks(plan_for())
     assert failed(found) == {"no hidden sync"}
-    assert found["no hidden sync"].evidence.startswith(
-        "2 number(s) read by the host in one update, 1 expected"
-    )
+    assert found["no hidden sync"].evidence.startswith("2 numbers read by the host in one update, 1 expected")
 
 
 @pytest.mark.parametrize(

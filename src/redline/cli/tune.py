@@ -99,7 +99,7 @@ def print_result(plan: Plan, result: TuningResult, folder: Path) -> None:
             console.print(f"{row.name}: {row.note}")
     console.print(
         "tokens/s: median of the blocks; ratios with a 95 % interval; memory: peak reserved by torch (on a"
-        " CPU resident)"
+        " CPU, resident memory)"
     )
     if any(_brief(row) for row in result.rows):
         console.print("* stopped after fewer rounds, each at least 3 % slower: 87.5 %")

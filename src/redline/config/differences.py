@@ -36,9 +36,10 @@ def flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def extends(changed: dict[str, tuple[Any, Any]]) -> bool:
-    """Whether these differences only change when the training ends."""
-    return all(key in {f"train.{name}" for name in ENDS} for key in changed)
+def lasting(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    """The differences besides those that only change when the training ends."""
+    ends = {f"train.{name}" for name in ENDS}
+    return {key: values for key, values in changed.items() if key not in ends}
 
 
 def refusal(where: str, changed: dict[str, tuple[Any, Any]]) -> str:

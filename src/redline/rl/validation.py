@@ -15,10 +15,11 @@ from redline.tasks.task import interval_95
 
 def make_validation(domains: Domains, policy: Policy) -> Callable[[Transformer, int], dict[str, float]]:
     process = policy.process
+    # read now: a domain whose prompts are all too long is refused before anything is trained
+    held_out = {name: domains.held_out(name) for name in domains.by_name}
 
     def validate(_model: Transformer, _pass_size: int) -> dict[str, float]:
         policy.phase("validate")
-        held_out = {name: domains.held_out(name) for name in domains.by_name}
         counts, right = {name: len(own) for name, own in held_out.items()}, dict.fromkeys(held_out, 0.0)
         asked = [((name, place), one) for name, own in held_out.items() for place, one in enumerate(own)]
         with policy.speaking() as run:

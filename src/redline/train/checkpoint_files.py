@@ -166,7 +166,7 @@ def _check_size(path: Path, expected_bytes: int) -> None:
         raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
     if found_bytes != expected_bytes:
         raise CheckpointError(
-            f"checkpoint file {path} is truncated or altered: {expected_bytes} bytes expected, {found_bytes}"
+            f"checkpoint file {path} is truncated or altered: {expected_bytes:,} bytes expected, {found_bytes:,}"
             " found"
         )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.config.differences import differences, extends, refusal
+from redline.config.differences import differences, lasting, refusal
 from redline.config.load import from_toml, to_toml
 from redline.config.recipe import Recipe
 from redline.errors import ConfigError
@@ -106,8 +106,8 @@ def changes(folder: RunFolder, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     changed = differences(before, recipe) if before is not None else {}
     if _same_round(*changed.get("sample.sampler", (None, None)), folder.path):
         changed.pop("sample.sampler")
-    if changed and not extends(changed):
-        raise ConfigError(refusal(str(folder.path), changed))
+    if others := lasting(changed):
+        raise ConfigError(refusal(str(folder.path), others))
     return changed
 
 

@@ -15,6 +15,7 @@ from redline.record.files import read_json
 
 BEST = "best.json"
 OLD = ".old"
+STEP = re.compile(r"step-\d+")
 
 
 def find(path: Path, which: str = "last") -> Path:
@@ -27,6 +28,10 @@ def find(path: Path, which: str = "last") -> Path:
                 f"--checkpoint {which} is for pre-training runs, but {path} is a finished model: leave it out"
             )
         return path
+    if any(path.glob("*.safetensors")) and not STEP.fullmatch(path.name):
+        raise CheckpointError(
+            f"{path} holds weights but no config.json: fetch the whole Hugging Face folder again"
+        )
     return resolve(path, which)
 
 
@@ -58,7 +63,7 @@ def shipped_models() -> dict[str, Path]:
 
 def resolve(path: Path, which: str = "last") -> Path:
     """The step folder meant by a run, checkpoints or step folder; `which` is last, best or step-N. Not verified."""
-    if re.fullmatch(r"step-\d+", path.name) and path.is_dir():
+    if STEP.fullmatch(path.name) and path.is_dir():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = step_folders(folder)

@@ -1,11 +1,14 @@
 """Ctrl-C, SIGTERM and SIGUSR1 (SLURM's, before the time limit) as a request to stop after the current step."""
 
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 STOPPED = "stopped by signal"
+SOON = b"\nstopping when the current step is done, then saving; press Ctrl-C again to stop at once\n"
 
 
 class StopTraining(Exception):
@@ -14,10 +17,13 @@ class StopTraining(Exception):
 
 @contextmanager
 def stop_on_signal(request: Callable[[], None]) -> Iterator[None]:
-    """The first signal calls `request`; a second one interrupts immediately."""
+    """The first signal calls `request`, and a terminal is told, as an update may take minutes; a second one interrupts
+    immediately."""
 
     def handle(number: int, _frame: Any) -> None:
         request()
+        if number == signal.SIGINT and sys.stderr.isatty():
+            os.write(sys.stderr.fileno(), SOON)  # not print: the signal may have come inside another one
         signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
 
     def interrupt(number: int, _frame: Any) -> None:

@@ -39,7 +39,7 @@ from redline.tune.quality import Judge, Quality
 
 Stage = Literal["baseline", "one by one", "second try", "all", "leave one out"]
 OUT_OF_TIME = "out of time; run the same command again, or with more --minutes if that gets no further"
-PUT_OFF = "not decided in its share of the time; run the same command again with more --minutes"
+PUT_OFF = "its share of the time was too short to decide; run the same command again with more --minutes"
 BASELINE_BLOCKS = 2
 """Blocks of the first state alone: every comparison measures it again."""
 RUNS = "runs"
@@ -74,7 +74,7 @@ class AblationRow:
     mfu: float | None = None
     """Share of the GPU's dense bf16 peak, whatever the precision: one yardstick for all rows."""
     memory_bytes: int | None = None
-    """Peak of the allocated bytes with the change; on a CPU resident bytes."""
+    """Peak of the allocated bytes with the change; on a CPU, resident bytes."""
     numerics: str = ""
     quality: Quality | None = None
     """What both states train to, if that was asked for and decides whether the change is kept."""

@@ -23,6 +23,7 @@ from redline.model.lora import lora_layers
 from redline.model.transformer import Transformer
 from redline.plan.plan import Plan
 from redline.plan.values import HALF
+from redline.record.units import counted
 from redline.train.graph import Captured
 from redline.train.loop import Trainer
 from redline.train.packed import Packed
@@ -256,8 +257,8 @@ def _compiled(case: Case) -> Check:
     blocks = [block._compiled_call_impl is not None for block in case.model.blocks]
     compiled, wanted = sum(blocks), case.plan.compile != "off"
     evidence = (
-        f"plan says {case.plan.compile}; {compiled} of {len(blocks)} blocks compiled, {case.graphs_after}"
-        " graph(s) captured"
+        f"plan says {case.plan.compile}; {compiled} of {len(blocks)} blocks compiled, "
+        f"{counted(case.graphs_after, 'graph')} captured"
     )
     holds = (compiled == len(blocks) and case.graphs_after > 0) if wanted else compiled == 0
     return checked("compilation", holds, evidence)
@@ -267,7 +268,9 @@ def _recompilation(case: Case) -> Check:
     if case.plan.compile == "off":
         return absent("no recompilation", "the plan does not compile")
     new = case.graphs_after - case.graphs_before
-    return checked("no recompilation", new == 0, f"{new} new graph(s) in the updates after the warm-up")
+    return checked(
+        "no recompilation", new == 0, f"{counted(new, 'new graph')} in the updates after the warm-up"
+    )
 
 
 def _recompute(case: Case) -> Check:
@@ -348,7 +351,7 @@ def _sync(case: Case) -> Check:
     if not case.cuda:
         count, allowed = case.in_update.reads, fp16 + (not case.packed)
         evidence = (
-            f"{count} number(s) read by the host in one update, {allowed} expected (each further one would wait for a"
+            f"{counted(count, 'number')} read by the host in one update, {allowed} expected (each further one would wait for a"
             " GPU)"
         )
         return checked(name, count <= allowed, evidence)

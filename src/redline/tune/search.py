@@ -27,7 +27,7 @@ from redline.measure.turns import Turns
 from redline.plan.plan import PLANNED, Plan, Why
 from redline.plan.values import VALUES, effect_of
 from redline.record.files import write_atomic
-from redline.record.units import format_duration
+from redline.record.units import counted, format_duration
 from redline.tune.candidates import WORTH, Candidate, candidates, changed, differing
 from redline.tune.guard import guard
 from redline.tune.memory import divisors, fit_memory
@@ -344,7 +344,7 @@ class _Search:
         return replace(self.best, why=why)
 
     def _accumulation(self, plan: Plan) -> dict[str, Why]:
-        passes = f"({plan.micro_batch} per pass x {plan.world_size} process(es))"
+        passes = f"({plan.micro_batch} per pass x {counted(plan.world_size, 'process')})"
         rows = "sequences" if self.recipe.workload == "pretrain" else "examples"
         reason = f"{self.recipe.rows_per_update} {rows} per update / {passes}"
         return {"accumulation": Why(reason=reason, source="rule")}

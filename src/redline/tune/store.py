@@ -40,7 +40,7 @@ class TrialRow:
     tokens_per_s: float | None = None
     """Tokens/s of the median block."""
     memory_bytes: int | None = None
-    """Peak reserved by torch; on a CPU resident."""
+    """Peak reserved by torch; on a CPU, resident memory."""
     comparison: Comparison | None = None
     """The comparison with the best plan so far."""
     rounds: int | None = None
