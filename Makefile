@@ -65,7 +65,7 @@ demo: .venv/core
 	$(BIN)/redline report runs/demo --out runs/demo/report.html > runs/demo/report.txt
 	$(BIN)/redline report runs/demo-rft --out runs/demo-rft/report.html > runs/demo-rft/report.txt
 	$(BIN)/redline report runs/demo-rl --out runs/demo-rl/report.html > runs/demo-rl/report.txt
-	@echo "open report.html in runs/demo, runs/demo-rft and runs/demo-rl in a browser (the same as text: report.txt beside it)"
+	@echo "open report.html in runs/demo, runs/demo-rft and runs/demo-rl in a browser (the same as text: report.txt next to it)"
 
 check: .venv/dev
 	$(BIN)/ruff format --check .

@@ -19,7 +19,8 @@ from redline.cli.main import main
 from redline.record.follow import Tail
 from redline.record.read import read_run, read_runs
 from redline.record.run import RunFolder
-from redline.record.units import fact
+from redline.record.units import DASH, fact, format_share
+from redline.report import view
 from redline.report.ablation import ablation
 from redline.report.compare import Comparable, ratio
 from redline.report.figures import Summary, time_parts
@@ -576,3 +577,10 @@ def test_a_plan_of_another_version_is_shown(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", plan_changes=changed))
     assert [name for name, *_ in RunView(run).plan] == ["precision", "micro_batch", "new_value"]
     assert Summary(run).hardware is None
+
+
+def test_words_about_a_wrong_limit_are_in_the_note_of_a_tile() -> None:
+    note = "of the peak (the limit was measured too low)"
+    assert view._limit_tile("MFU", 1.901, "of the peak") == view.Tile("MFU", format_share(1.901), note)
+    assert view._limit_tile("MFU", 0.5, "of the peak") == view.Tile("MFU", format_share(0.5), "of the peak")
+    assert view._limit_tile("MFU", None, "of the peak").value == DASH

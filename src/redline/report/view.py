@@ -190,13 +190,19 @@ def _speed_tiles(summary: Summary) -> list[Tile]:
     tokens = f"{format_count(summary.tokens)} tokens" if summary.tokens else ""
     tiles = [
         Tile(f"speed, {speed.unit}", exact(median), f"median update{_interval(summary)}"),
-        Tile("of the attainable speed", format_limit_share(speed.attained_share), limit),
-        Tile("MFU", format_limit_share(speed.mfu), speed.mfu_note),
-        Tile("of the matmul ceiling", format_limit_share(speed.ceiling_share), speed.ceiling_note),
+        _limit_tile("of the attainable speed", speed.attained_share, limit),
+        _limit_tile("MFU", speed.mfu, speed.mfu_note),
+        _limit_tile("of the matmul ceiling", speed.ceiling_share, speed.ceiling_note),
         Tile("peak memory", format_bytes(memory.seen_bytes), memory.seen_note),
         Tile(spent, format_duration(spent_s), tokens),
     ]
     return [tile for tile in tiles if tile.value != DASH]
+
+
+def _limit_tile(label: str, share: float | None, note: str) -> Tile:
+    """A share of a limit. The words about a limit that must be wrong go into the note: a value is set in large type."""
+    value, bracket, wrong = format_limit_share(share).partition(" (")
+    return Tile(label, value, note + bracket + wrong)
 
 
 def _interval(summary: Summary) -> str:
