@@ -277,7 +277,7 @@ def main() -> None:
     inside = sum(r["range"] is not None and r["range"][0] <= r["measured"] <= r["range"][1] for r in results)
     alarms = [cause for r in results for cause in r["false alarms"]]
     print(
-        f"cause named in {right} of {len(results)}, gain within 25 % in {near}, inside its range in {inside};"
+        f"cause named in {right} of {len(results)}, gain within 25% in {near}, inside its range in {inside};"
         f" false alarms in the clean runs: {alarms or 'none'}"
     )
     if options.out:

@@ -2,7 +2,7 @@
 
     python tests/real_logs.py          # the tables of docs/diagnose.md, from ../shared/data/logs
 
-An expectation was written by reading the log. What is judged: the step time (within 2 %, where the file has
+An expectation was written by reading the log. What is judged: the step time (within 2%, where the file has
 one), the findings that would be wrong, and whether the first finding is one that an expert would name. A
 finding that the expectation does not mention counts neither way and is listed, so that somebody reads it.
 """
@@ -59,7 +59,7 @@ class Answer:
     @property
     def wrong_numbers(self) -> list[str]:
         """Numbers that were read and are not those of the log; one that was not read is not wrong. Steps may
-        count from 0 or from 1, and throughput follows from a step time that may be off by 2 % itself."""
+        count from 0 or from 1, and throughput follows from a step time that may be off by 2% itself."""
         wrong = []
         for name, within in (("tokens_per_s", 2 * STEP_TIME_WITHIN), ("gpus", 0.0)):
             got = getattr(self, name)
@@ -185,10 +185,10 @@ def document(given: Iterable[Answer]) -> str:
     given = list(given)
     reached = score(given)
     lines = [
-        f"- step time right within 2 %: {reached.step_times[0]} of {reached.step_times[1]} logs that have one",
+        f"- step time right within 2%: {reached.step_times[0]} of {reached.step_times[1]} logs that have one",
         f"- a finding that an expert would name comes first: {reached.expert_first[0]} of {reached.expert_first[1]}"
         " runs that something holds back",
-        f"- wrong findings at 80 % confidence or more: {len(reached.surely_wrong)}",
+        f"- wrong findings at 80% confidence or more: {len(reached.surely_wrong)}",
         "",
         "| cause | right | wrong | not judged | missed | precision | recall |",
         "|---|---|---|---|---|---|---|",

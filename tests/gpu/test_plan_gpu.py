@@ -40,6 +40,6 @@ def test_small_passes_are_as_slow_as_predicted(compile_mode: str) -> None:
                 f" predicted {predicted:,.0f} ({off[-1]:.2f}x); launch {hardware.launch_latency_s or 0:.2e} s",
                 flush=True,
             )
-    # An attainable speed may be high, never low by more than what the rates themselves are off (LOG.md: 7 %).
+    # An attainable speed may be high, never low by more than what the rates themselves are off (LOG.md: 7%).
     assert min(off) > 0.93
     assert max(off) < 1.4

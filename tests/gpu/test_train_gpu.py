@@ -192,7 +192,7 @@ def test_peak_memory_is_within_three_percent_of_the_prediction(
 
 
 def test_peak_memory_of_full_recomputation_is_not_underestimated(tmp_path: Path) -> None:
-    """One reading was 17 % below the prediction and its cause is not known (LOG.md): too high is safe, too
+    """One reading was 17% below the prediction and its cause is not known (LOG.md): too high is safe, too
     low is not."""
     predicted, seen = peak_bytes(tmp_path, "llama-350m", "plan.micro_batch=16", "plan.recompute=full")
     assert 0.97 * seen < predicted < 1.25 * seen

@@ -70,7 +70,7 @@ def only(run: Path, lines: list[dict[str, Any]]) -> Path:
 
 @pytest.mark.timing
 def test_a_slow_network_is_seen_named_and_predicted(nano: Nano, tmp_path: Path) -> None:
-    """Each within 25 %."""
+    """Each within 25%."""
     usual = run_on_two(nano, nano.recipe(tmp_path, *ENOUGH, "train.steps=15"), tmp_path / "usual", 0.0)
     planted_s = SLOWER * mean(line["step_s"] for line in usual[BLOCK:])
     run, recipe = tmp_path / "slow", nano.recipe(tmp_path, *ENOUGH, "train.steps=70")

@@ -219,7 +219,7 @@ class TestTerminal:
         shown = in_a_terminal([str(write_run(tmp_path / "run", metrics=made))], 100, 40)
         last = shown[shown.rindex("╭") :]
         assert {len(line) for line in last.splitlines() if line.strip()} == {100}
-        for part in ("100.0 %  step 40/40", "MFU        40.0 %", "2.0 GiB", "The step waits for data", "loader",
+        for part in ("100.0%  step 40/40", "MFU        40.0%", "2.0 GiB", "The step waits for data", "loader",
                      "finished at update 40"):  # fmt: skip
             assert part in last, part
 
@@ -268,9 +268,9 @@ class TestTerminal:
         shown = capsys.readouterr().out
         for part in (
             "units, round-2",
-            "accuracy of round-1 after RFT 63.0 %",
-            "1/1 questions  4 samples  75.0 % correct",
-            "accuracy after RFT 73.0 %",
+            "accuracy of round-1 after RFT 63.0%",
+            "1/1 questions  4 samples  75.0% correct",
+            "accuracy after RFT 73.0%",
         ):
             assert part in shown
 

@@ -177,7 +177,7 @@ def test_every_row_that_was_measured_has_the_guards_verdict(tmp_path: Path) -> N
 
 
 def test_roundings_are_held_to_the_naive_state_and_do_not_add_up(tmp_path: Path) -> None:
-    """Two changes of 0.9 % each are within the band of 1 % one by one, and not together; also where the naive
+    """Two changes of 0.9% each are within the band of 1% one by one, and not together; also where the naive
     state ran only in a pair."""
 
     def answer(trial: Trial) -> Behaviour:

@@ -227,7 +227,7 @@ def test_arguments_are_what_their_help_says():
         """
         [TASK]            may be left out
         RUN...            run folders
-        --count N         a number (default 6), 95 % of the time
+        --count N         a number (default 6), 95% of the time
         --seed N          another (default: 0)
         --out DIR         a folder (required)
         --set KEY=VALUE...   pairs
@@ -240,7 +240,7 @@ def test_arguments_are_what_their_help_says():
         "task": "t", "run": [Path("r"), Path("s")], "count": 6, "seed": None, "out": Path("o"),
         "set": ["a=1", "b=2"], "as_": "b", "json": True,
     }  # fmt: skip
-    assert "95 % of the time" in command.format_help()
+    assert "95% of the time" in command.format_help()
     with pytest.raises(SystemExit):
         command.parse_args(["r"])
 

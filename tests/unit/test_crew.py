@@ -75,7 +75,7 @@ def test_a_slow_process_is_named_with_the_time_that_the_others_waited(tmp_path: 
     waits = sum(line["slowest_rank"] == 2 for line in run.warm)
     assert (first.often, first.waited) == pytest.approx((waits / 35, waits * 0.1 / (35 * 0.5)))
     assert found.said == [
-        f"process 2 on node-b is slow: the others waited for it {100 * first.waited:.1f} % of the time"
+        f"process 2 on node-b is slow: the others waited for it {100 * first.waited:.1f}% of the time"
     ]
     assert [(one.name, one.state, one.kind) for one in found.members] == [
         ("process 2 on node-b", "slow", "bad"),

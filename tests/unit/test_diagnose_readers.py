@@ -350,7 +350,7 @@ def test_lines_of_a_table_that_come_late_or_twice_or_of_two_processes_are_of_one
 
 
 def test_nanogpt_on_several_gpus_is_not_above_the_peak(tmp_path: Path) -> None:
-    """8 A100s, 43 % MFU each: 491,520 tokens in 393.5 ms need 0.93 PFLOP/s and more, which one of them does not have."""
+    """8 A100s, 43% MFU each: 491,520 tokens in 393.5 ms need 0.93 PFLOP/s and more, which one of them does not have."""
     lines = ["number of parameters: 123.59M", "tokens per iteration will be: 491,520", "batch_size = 12"]
     lines += ["block_size = 1024"] + [
         f"iter {10 * i}: loss 4.0000, time 393.50ms, mfu 42.90%" for i in range(1, 60)
@@ -369,7 +369,7 @@ def test_tokens_that_one_gpu_cannot_do_are_not_read_as_an_mfu(tmp_path: Path) ->
     rows = "".join(f"{i},0.5,500000,0.8\n" for i in range(1, 21))
     path = text_file(tmp_path, "step,step_s,tokens_per_s,mfu\n" + rows, "log.csv")
     facts = {"gpu": "h100-80g", "parameters": "454M"}
-    assert read(path, facts=facts).facts.gpus == 2, "an MFU of 80 % makes them two"
+    assert read(path, facts=facts).facts.gpus == 2, "an MFU of 80% makes them two"
     assert list(found(read(path, facts={**facts, "gpus": "1"}))) == ["over-peak"]
     assert found(read(path, facts={**facts, "gpus": "2"})) == {}
 
@@ -614,7 +614,7 @@ def test_a_batch_from_a_rate_is_the_round_number_near_it(tmp_path: Path, rate: f
 
 @pytest.mark.parametrize(("mfu", "low"), [("16.60", True), ("28.90", False)])
 def test_an_mfu_against_an_a100s_peak_on_an_unknown_gpu(tmp_path: Path, mfu: str, low: bool) -> None:
-    """nanoGPT's 28.9 % are 90 TFLOP/s: little for an A100, and more than half of what a 4090 has."""
+    """nanoGPT's 28.9% are 90 TFLOP/s: little for an A100, and more than half of what a 4090 has."""
     lines = [f"iter {10 * i}: loss 4.0000, time 4620.50ms, mfu {mfu}%" for i in range(1, 30)]
     observed = console(tmp_path, lines)
     assert ("low-mfu" in found(observed)) == low

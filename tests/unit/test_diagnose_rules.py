@@ -165,7 +165,7 @@ def test_a_low_mfu_of_two_updates_is_not_told(updates: int, told: bool) -> None:
 
 
 def test_a_low_mfu_that_a_named_cause_explains_is_left_out() -> None:
-    """50 TFLOP/s are 5 % of an H100's peak, and what it does in fp32: bf16 explains the rest. Where the log does not name
+    """50 TFLOP/s are 5% of an H100's peak, and what it does in fp32: bf16 explains the rest. Where the log does not name
     the precision, nothing does."""
 
     def told(precision: str | None) -> list[str]:

@@ -48,7 +48,7 @@ def test_a_fault_can_be_planted(name: str) -> None:
 @pytest.mark.timing
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_named_and_its_gain_is_predicted(name: str) -> None:
-    """Within 25 % of the wall clock."""
+    """Within 25% of the wall clock."""
     with small_bench() as bench:
         found = plant(bench, name, blocks=3)
         lines = [
@@ -307,7 +307,7 @@ def test_a_share_of_too_few_updates_is_not_told(updates: int, told: bool) -> Non
 
 @pytest.mark.parametrize(("updates", "slow"), [(30, 3), (30, 4), (35, 3), (60, 4), (100, 5), (400, 10)])
 def test_slow_updates_at_random_are_no_stall(updates: int, slow: int) -> None:
-    """In 1 % of the runs, or fewer: of 300 in 3, and in one of a hundred such tests in more than 8."""
+    """In 1% of the runs, or fewer: of 300 in 3, and in one of a hundred such tests in more than 8."""
     draw, wrong = random.Random(updates + slow), 0
     for _ in range(300):
         late = set(draw.sample(range(6, updates + 1), slow))
@@ -360,7 +360,7 @@ def test_a_folder_of_rejection_sampling_is_read_without_its_plan(tmp_path: Path)
 
 
 def test_padding_is_worth_what_forward_and_backward_take(tmp_path: Path) -> None:
-    """Half of the positions, in passes that are 80 % of the update: two fifths of its time, or 15 % less."""
+    """Half of the positions, in passes that are 80% of the update: two fifths of its time, or 15% less."""
     (tmp_path / "events.jsonl").write_text(json.dumps({"at": 0, "event": "start"}) + "\n")
     times = {
         "step_s": 0.1,
@@ -494,7 +494,7 @@ def test_compiling_is_promised_what_was_measured(tmp_path: Path) -> None:
 def test_passes_are_small_where_larger_ones_were_measured_to_be_faster(
     rows: float | None, high: float | None
 ) -> None:
-    """8k tokens give 80 % of the speed of 64k, 32k 98 %: rows of 512."""
+    """8k tokens give 80% of the speed of 64k, 32k 98%: rows of 512."""
     facts = Facts(memory_bytes=140e9, micro_batch=rows, seq_len=512)
     found = diagnose(
         Observed(

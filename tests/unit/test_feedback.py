@@ -317,7 +317,7 @@ def test_generated_feedback_is_the_dense_one_and_keeps_nothing(monkeypatch):
 
 def test_feedback_has_the_variance_of_one_over_the_errors_size():
     """16 x 61 x 4 places x 2 = 7,808 normal numbers: their mean square is within 5 standard errors,
-    5 x sqrt(2 / n) = 8 %."""
+    5 x sqrt(2 / n) = 8%."""
     feedback = random_feedback(LLAMA, DfaConfig(error="logits"))
     like = torch.zeros(1)
     drawn = torch.cat([feedback.matrix(place, like)[:, :61].flatten() for place in range(8)])

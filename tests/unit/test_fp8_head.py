@@ -144,7 +144,7 @@ def test_a_plan_has_it_only_if_asked() -> None:
     assert pinned.prediction.memory_parts_bytes == plan.prediction.memory_parts_bytes
     assert effect_of(plan, pinned) == "rounding"
     speeds = [p.prediction.attainable_tokens_per_s or 0 for p in (plan, pinned)]
-    # 31 % of the matrix FLOPs at no more than twice the rate
+    # 31% of the matrix FLOPs at no more than twice the rate
     assert 1 < speeds[1] / speeds[0] < 1.18
 
 

@@ -41,7 +41,7 @@ def with_speed(recorded: dict[str, Any], arm: str, found: dict[str, Any]) -> dic
 
 @pytest.mark.parametrize(
     ("rate", "bad"),
-    [(1000, False), (1100, False), (965, False), (955, True)],  # 990 recorded at least, less 2 %: 970.2; 955 x 1.01 = 964.6
+    [(1000, False), (1100, False), (965, False), (955, True)],  # 990 recorded at least, less 2%: 970.2; 955 x 1.01 = 964.6
 )  # fmt: skip
 def test_slower_is_what_lies_below_the_recorded_interval(
     recorded: dict[str, Any], rate: float, bad: bool

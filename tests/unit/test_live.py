@@ -72,7 +72,7 @@ class TestPlain:
         assert run.stream.getvalue().splitlines() == [
             "nano · cpu",
             f"MFU: {NOTE}",
-            "step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  mem 1.2 GiB  wait 0.3 %  left 2 m 10 s",
+            "step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  mem 1.2 GiB  wait 0.3%  left 2 m 10 s",
             "checkpoint of update 120 saved; training paused for 9 ms",
         ]
 
@@ -134,7 +134,7 @@ class TestPlain:
         seen = Seen()
         seen.add(SAMPLED)
         assert plain_line(seen) == (
-            "120/1,000 questions  3,400 samples  41.2 % correct  139.0k tok/s  mem 12.0 GiB  left 20 s"
+            "120/1,000 questions  3,400 samples  41.2% correct  139.0k tok/s  mem 12.0 GiB  left 20 s"
         )
         seen.add(SAMPLED | {"correct": None, "tokens_per_s": None})
         assert plain_line(seen) == "120/1,000 questions  3,400 samples  mem 12.0 GiB  left 20 s"
@@ -220,14 +220,14 @@ class TestPanel:
         words = " ".join(text.replace("│", " ").split())
         for part in (
             "nano · cpu",
-            "50.2 % step 502/1000 0.02/2 h",
+            "50.2% step 502/1000 0.02/2 h",
             "loss 3.498 smoothed 3.517",
             "validation 3.510 perplexity 33.45 per token",
             "speed 41.2k tok/s median 40.0k · 148 ms a step",
-            f"MFU 46.8 % ({NOTE[:30]}",
-            "ceiling 60.1 % of the measured matmul rate",
-            "memory 1.2 GiB peak, 10.0 % of 12.0 GiB",
-            "data wait 0.3 % of the step",
+            f"MFU 46.8% ({NOTE[:30]}",
+            "ceiling 60.1% of the measured matmul rate",
+            "memory 1.2 GiB peak, 10.0% of 12.0 GiB",
+            "data wait 0.3% of the step",
             "time left 1 m 14 s after 1 m 14 s",
             "12:00:00 checkpoint path [a] xyyy",
         ):
@@ -242,9 +242,9 @@ class TestPanel:
         seen.add(SAMPLED)
         words = " ".join(render(seen, columns).replace("│", " ").split())
         for part in (
-            "12.0 % 120/1,000 questions",
+            "12.0% 120/1,000 questions",
             "samples 3,400 at most 26,600 to come",
-            "correct 41.2 %",
+            "correct 41.2%",
             "speed 139.0k tok/s new tokens",
             "memory 12.0 GiB of this process",
             "time left 20 s after 3.0 s",
@@ -306,7 +306,7 @@ class TestWords:
         ("kind", "facts", "words"),
         [
             ("validation", {"step": 500, "valid_loss": 3.412345, "best": True}, "validation loss 3.4123 at update 500, the best so far"),
-            ("validation", {"step": 5, "valid_accuracy": 0.991}, "held-out accuracy 99.1 % at update 5"),
+            ("validation", {"step": 5, "valid_accuracy": 0.991}, "held-out accuracy 99.1% at update 5"),
             ("validation", {"step": 500, "stalled_s": 0.21}, "validation at update 500 took 210 ms"),
             ("end", {"step": 40, "why": "finished", "elapsed_s": 27.75}, "finished at update 40 after 28 s"),
             ("failed", {"error": "the disk is full", "exit_code": 5}, "failed: the disk is full"),

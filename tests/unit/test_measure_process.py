@@ -64,7 +64,7 @@ for line in sys.stdin:
                 time.sleep(600)
         with open(behaviour["log"], "a") as log:
             log.write(behaviour["name"])
-        reply(step_s=behaviour.get("step_s", 1.0) * (1 + behaviour.get("noise", 0) * (blocks // 2 % 2)), data_wait_s=0.25)
+        reply(step_s=behaviour.get("step_s", 1.0) * (1 + behaviour.get("noise", 0) * (blocks // 2% 2)), data_wait_s=0.25)
 """
 
 

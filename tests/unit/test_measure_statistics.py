@@ -13,8 +13,8 @@ SIMULATIONS = 3000
 
 
 def machine(generator: np.random.Generator, steps: int) -> np.ndarray:
-    """Slowness of a machine over time: a drift that remembers (2 %), noise (1 %), and a block in twenty up to
-    30 % slower."""
+    """Slowness of a machine over time: a drift that remembers (2%), noise (1%), and a block in twenty up to
+    30% slower."""
     drift = np.zeros(steps)
     for i in range(1, steps):
         drift[i] = 0.9 * drift[i - 1] + generator.normal(0, 0.02 * math.sqrt(1 - 0.9**2))
@@ -38,7 +38,7 @@ def in_turns(
 
 
 def one_after_the_other(generator: np.random.Generator, speedup: float) -> tuple[list[float], list[float]]:
-    """Each arm on a machine of its own time, each process with a slowness of its own of 1 %; no drift between
+    """Each arm on a machine of its own time, each process with a slowness of its own of 1%; no drift between
     the two."""
     own = np.exp(generator.normal(0, 0.01, 2))
     noise = np.exp(generator.normal(0, 0.01, (2, 6)))
@@ -96,7 +96,7 @@ def test_five_blocks_resolve_nothing_unless_the_arms_lie_apart() -> None:
 def test_warm_up_ends_when_steps_stop_getting_faster() -> None:
     settling = [0.9, 0.3, 0.2, 0.15, 0.12, 0.11, 0.105, 0.102, 0.101, 0.1]
     ends = [n for n in range(len(settling) + 1) if stationary(settling[:n])]
-    assert ends == [10]  # the last three lie within 3 %
+    assert ends == [10]  # the last three lie within 3%
     noisy = [0.1, 0.12, 0.09, 0.11, 0.1, 0.12]
     assert not stationary(noisy[:5])
     assert stationary(noisy)

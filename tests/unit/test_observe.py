@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 READINGS_S = 1e-4
 """More than what a hundred readings of the tests' clock add to the time that was slept."""
 MOST_COST_S = 50e-6
-"""0.5 % of an update of 10 ms."""
+"""0.5% of an update of 10 ms."""
 
 
 @pytest.fixture(autouse=True)

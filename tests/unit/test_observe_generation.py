@@ -356,7 +356,7 @@ def test_calls_that_take_no_longer_than_cached_ones_are_left_alone(
 
 
 def test_time_in_which_text_is_generated_is_no_sign_of_small_passes() -> None:
-    """10 % of the peak over the whole step; half of it over the fifth in which anything was trained."""
+    """10% of the peak over the whole step; half of it over the fifth in which anything was trained."""
     given: dict[str, Any] = {"step_s": 2.0, "mfu": 0.1, "memory_bytes": 10e9}
     for more, wanted in (({}, ["small-passes"]), ({"generate_s": 1.6}, [])):
         steps = tuple(Step(step=i, **given, **more) for i in range(1, 9))
@@ -401,7 +401,7 @@ def test_generation_in_every_tenth_update_is_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every", [1, 2, 4])
 def test_an_mfu_is_that_of_the_time_in_which_something_was_trained(every: int) -> None:
-    """At 50 % while training, 10 % of an update of which four fifths draw texts; at 20 % and 4 % the passes
+    """At 50% while training, 10% of an update of which four fifths draw texts; at 20% and 4% the passes
     are small."""
     for mfu, wanted in ((0.5, []), (0.2, ["small-passes"])):
         steps = []

@@ -117,7 +117,7 @@ def test_diagnoses_are_so_rare_that_they_cost_two_percent():
     [("fast", 85, 85), ("production", 178, 175), ("max", 354, 355), ("mega", 773, 750)],
 )
 def test_recipes_have_the_sizes_that_their_guide_claims(name: str, millions: int, claimed: int) -> None:
-    """Within 4 %: the guide counts the blocks alone for `fast`, and all parameters for the others."""
+    """Within 4%: the guide counts the blocks alone for `fast`, and all parameters for the others."""
     recipe = load_recipe(f"okadfa/{name}")
     counted = parameters(recipe.model)
     assert round((counted.blocks if name == "fast" else counted.total) / 1e6) == millions

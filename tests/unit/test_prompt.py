@@ -46,7 +46,7 @@ def test_special_tokens_are_recognised_in_prompts_and_are_text_in_documents(toke
 
 
 LOOPS = (
-    "{%- for m in messages %}{%- if loop.index > 3 %}{% break %}{%- endif %}\n  {%- if m.role == 'system'"
+    "{%- for m in messages %}{%- if loop.index > 3%}{% break %}{%- endif %}\n  {%- if m.role == 'system'"
     " -%}\n[{{ m.content | trim }}]{%- else %}<{{ m.role }}>{{ m.content | tojson }}{% endif %}\n{% endfor"
     " %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )

@@ -36,7 +36,7 @@ from redline.tune.waterfall_table import markdown
 @pytest.mark.parametrize("seeds", [2, 3, 6])
 @pytest.mark.parametrize("verdict", ["not worse", "worse"])
 def test_each_verdict_is_wrong_once_in_twenty_times_at_the_margin(seeds: int, verdict: str) -> None:
-    """A true difference that equals the margin is the worst case, and the test is exact for normal noise: 5 % of N
+    """A true difference that equals the margin is the worst case, and the test is exact for normal noise: 5% of N
     trials, give or take four standard deviations of a binomial."""
     trials, rng, margin = 2000, random.Random(seeds), 0.01
     wrong = sum(

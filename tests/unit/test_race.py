@@ -323,7 +323,7 @@ def test_a_gate_passes_the_same_times_and_names_what_became_slower(tmp_path: Pat
 
 def test_a_gate_rarely_stops_what_is_as_fast() -> None:
     """Losses fall in a straight line, and where they end differs by seed: of two races alike, the worst seed of the second
-    ends higher in half of the cases. Each of the two verdicts is wrong in 5 %: of 400, give or take four deviations."""
+    ends higher in half of the cases. Each of the two verdicts is wrong in 5%: of 400, give or take four deviations."""
     rng, races = random.Random(0), 400
 
     def ran(end: float = 3.0) -> Result:

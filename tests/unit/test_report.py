@@ -387,7 +387,7 @@ class TestTail:
 
 class TestTables:
     def test_the_ablation_stands_on_a_logarithmic_scale(self) -> None:
-        (chart,) = ablation(ABLATION)  # from 0.5 to 8: four doublings, and 4 % of that on both sides
+        (chart,) = ablation(ABLATION)  # from 0.5 to 8: four doublings, and 4% of that on both sides
         assert chart.one == pytest.approx(100 * (1 + 0.16) / (4 + 0.32))
         assert chart.rows[0].at == pytest.approx(100 * (3 + 0.16) / (4 + 0.32))
         assert chart.rows[0].interval_at == pytest.approx((100 * (2 + 0.16) / 4.32, 100 * 2 / 4.32))
@@ -450,8 +450,8 @@ class TestCommand:
         for part in (
             "2,000 tokens/s",
             "2,500 tokens/s",
-            "MFU 40.0 %",
-            "of the attainable speed 80.0 %",
+            "MFU 40.0%",
+            "of the attainable speed 80.0%",
             "because",
             "perplexity 25.79",
         ):
@@ -512,7 +512,7 @@ class TestCommand:
     def test_nothing_found_is_said(self, tmp_path: Path) -> None:
         made = [line | {"data_wait_s": 0.0} for line in lines()]
         shown = RunView(read_run(write_run(tmp_path / "a", metrics=made, events=EVENTS[:1])))
-        assert (shown.findings, shown.remark) == ([], "Nothing found that would bring more than 5 %.")
+        assert (shown.findings, shown.remark) == ([], "Nothing found that would bring more than 5%.")
 
     def test_findings_of_an_rft_run_are_those_of_redline_diagnose(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -121,7 +121,7 @@ def test_a_folder_without_a_plan_has_its_recipes_own_fingerprint(tmp_path: Path)
 def test_a_number_below_its_row_has_the_name_of_its_column() -> None:
     """`0.05 ms` alone under a row of the doctor's table was the time of what?"""
     console = Console(file=io.StringIO(), width=30)
-    row = ("units", "57.8 %", "0.05 ms", "a remark")
+    row = ("units", "57.8%", "0.05 ms", "a remark")
     console.print(Grid(("domain", "no answer found", "scoring", "about"), [row], right=(1, 2)))
     shown: str = console.file.getvalue()  # type: ignore[attr-defined]
     assert shown.splitlines()[-1].strip() == "scoring 0.05 ms; a remark"

@@ -148,7 +148,7 @@ def test_an_rft_run_shows_its_samples(tmp_path: Path) -> None:
         store.add(source, [row, row._replace(sample=1, correct=False, reasoning_key=None)])
     text = page([RunView(read_run(path))])
     assert "How long is &lt;b&gt;a mile&lt;/b&gt;?" in text
-    for part in ("1 of 1 (100.0\u00a0%)", "1 of 2 (50.0\u00a0%)", "63.0\u00a0%", "after RFT"):
+    for part in ("1 of 1 (100.0%)", "1 of 2 (50.0%)", "63.0%", "after RFT"):
         assert part in text
 
 

@@ -104,7 +104,7 @@ def test_figures(tmp_path: Path) -> None:
     assert units.before == pytest.approx(Share(0.3, 0.2, 0.4))
     assert units.reward == pytest.approx((17 + 18 + 19 + 20) / 4 / 20), "the last fifth"
     assert (units.sampled, letters.sampled) == (0.5, 1.0)
-    assert ("answers cut off", "25.0 %", "25.0 %") in found.figures
+    assert ("answers cut off", "25.0%", "25.0%") in found.figures
     assert ("entropy, nats/token", "1.075", "1.875") in found.figures
     (pair,) = found.pairs
     assert (pair.a, pair.b, pair.rate) == ("units", "letters", 0.5)
@@ -160,7 +160,7 @@ def test_samples_that_are_none_cost_their_own_line(tmp_path: Path, line: bytes) 
 def test_the_page_and_the_terminal_show_accuracies_first(tmp_path: Path) -> None:
     shown = RunView(read_run(write_rl(tmp_path / "a")))
     assert [tile.label for tile in shown.tiles[:2]] == ["accuracy, units", "accuracy, letters"]
-    assert shown.tiles[0].value == "60.0 %"
+    assert shown.tiles[0].value == "60.0%"
     assert not any("loss" in tile.label for tile in shown.tiles), "the loss of a policy says nothing"
     text = page([shown])
     assert "Conflicts between domains" in text
@@ -214,7 +214,7 @@ class TestCompared:
         base, other = (write_rl(tmp_path / name, step_s=s) for name, s in (("base", 1.0), ("pcgrad", 1.5)))
         found = Compared(read_run(base), read_run(other))
         assert ("relative to the first", "1×", "1.50×") in found.costs
-        assert ("spent combining gradients", "10.0 %", "6.7 %") in found.costs
+        assert ("spent combining gradients", "10.0%", "6.7%") in found.costs
         assert found.pairs.keys() == {"base", "pcgrad"}
 
     def test_recipes_that_differ_in_more_than_pcgrad_are_named(self, tmp_path: Path) -> None:

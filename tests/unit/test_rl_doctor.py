@@ -93,7 +93,7 @@ def test_the_doctor_draws_through_the_loops_own_path(recipe: Path, capsys: Captu
 
 
 def test_two_runs_are_compared(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "70")
     runs = [str(write_rl(tmp_path / name, units=share)) for name, share in (("base", 0.4), ("pcgrad", 0.6))]
     page = tmp_path / "page.html"
     assert main(["rl", "compare", *runs, "--out", str(page)]) == 0

@@ -68,7 +68,7 @@ def tiny_passes() -> float:
     ],
 )
 def test_small_passes_are_predicted_as_much_slower_as_they_were_measured(h200, name, batch, micro, slower):
-    """Against passes of 64. Blocks of one arm spread by up to 7 % (LOG.md): a ratio of two may be 10 % off."""
+    """Against passes of 64. Blocks of one arm spread by up to 7% (LOG.md): a ratio of two may be 10% off."""
     assert attainable(h200, name, batch, 64) / attainable(h200, name, batch, micro) == pytest.approx(
         slower, rel=0.1
     )

@@ -147,7 +147,7 @@ def test_the_command_scores_by_id_and_by_question(capsys, tmp_path):
         "failures": [],
     }
     shown = lines(capsys, "units", "--score", str(path))
-    assert shown[:2] == ["accuracy     37.5 %", "answer rate  75.0 %"]
+    assert shown[:2] == ["accuracy     37.5%", "answer rate  75.0%"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["units", "--count", "5"], ["--help"]], ids=" ".join)

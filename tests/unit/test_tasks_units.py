@@ -183,7 +183,7 @@ def test_parsing_and_the_rule_are_the_specified_expressions(text, reference):
     [
         ("<answer>100</answer>", True, True),
         ("<answer>104.999</answer>", True, True),
-        ("<answer>105</answer>", False, True),  # 5 % off exactly: the rule is strict
+        ("<answer>105</answer>", False, True),  # 5% off exactly: the rule is strict
         ("<answer>95.001", True, True),  # no closing tag
         ("<answer>100</answer> <answer>7</answer>", True, True),  # the first tag counts
         ("<answer>100 cm</answer>", False, False),

@@ -64,7 +64,7 @@ def test_recorded_readings_agree_with_the_planners_arithmetic() -> None:
 
 def test_reserved_bytes_have_a_line_of_their_own() -> None:
     """gpt2-124m on an H200, eager, 1,024 tokens: 9.28, 17.01 and 32.46 GiB reserved at 16, 32 and 64
-    sequences (LOG.md). By the ratio of the reading before it the last was 7 % too low."""
+    sequences (LOG.md). By the ratio of the reading before it the last was 7% too low."""
     active, reserved = {16: 8.29, 32: 14.50, 64: 26.92}, {16: 9.28, 32: 17.01, 64: 32.46}
     fit = fit_memory({size: reading(active[size] * GiB, reserved[size] / active[size]) for size in (16, 32)})
     assert fit.reserved_bytes(64) == pytest.approx(reserved[64] * GiB, rel=0.01)

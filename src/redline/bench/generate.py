@@ -78,7 +78,7 @@ WORKS = {
 HEADLINE = 2
 """Batches of `transformers` that are always measured: the public recipes' usual setting and their best one."""
 MIXED_WAVES = 8
-"""Sequences per slot when lengths are mixed; with 4, waiting for the last would keep any engine below 77 %."""
+"""Sequences per slot when lengths are mixed; with 4, waiting for the last would keep any engine below 77%."""
 
 
 def mixed_lengths(work: GenerationWork) -> list[int]:

@@ -105,7 +105,7 @@ def _where(options: argparse.Namespace, hardware: Hardware, facts: MachineFacts,
     return (
         f"Made by `redline ablate {shlex.join(given)}` on {time.strftime('%Y-%m-%d')}: {hardware.title};"
         f" {versions}; fingerprint {recipe.fingerprint}. Ratios: speed with the change over speed without it, on top"
-        " of what was kept before it; medians of interleaved blocks of steps, with a 95 % interval. * Four"
-        " rounds, each a fifth apart: 87.5 %. The first state ran alone, for two blocks. MFU: of the dense bf16 peak,"
+        " of what was kept before it; medians of interleaved blocks of steps, with a 95% interval. * Four"
+        " rounds, each a fifth apart: 87.5%. The first state ran alone, for two blocks. MFU: of the dense bf16 peak,"
         " whatever the precision; generation counts the forward pass only, LoRA omits the gradients of frozen weights."
     )

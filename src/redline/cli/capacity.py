@@ -71,7 +71,7 @@ def _print_guide(row: Capacity) -> None:
     cells = [
         ("tokens/s per GPU", "67 to 83", "1,000 (perf/throughput)", exact(row.tokens_per_s / row.gpus)),
         ("tokens/s in total", "536 to 664", "2,000", exact(row.tokens_per_s)),
-        ("MFU of the actor", "1.7 to 4.3 %", "40 %", format_share(row.actor_mfu)),
+        ("MFU of the actor", "1.7 to 4.3%", "40%", format_share(row.actor_mfu)),
         ("memory per GPU", "72 GB", "60 GB", format_bytes(row.memory_bytes)),
     ]
     columns = ("tuning guide 001, 8 GPUs", "it saw", "it aims at", "here by arithmetic")

@@ -263,8 +263,8 @@ def _memory_note(seen: Seen) -> str:
 
 
 def plain_line(seen: Seen) -> str:
-    """`step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  mem 1.2 GiB  wait 0.3 %  left 2 m 10 s`, or for
-    sampling `120/1,000 questions  3,400 samples  41.2 % correct  139.0k tok/s  ...`."""
+    """`step 120/1000  loss 3.412  lr 3.0e-04  41.2k tok/s  mem 1.2 GiB  wait 0.3%  left 2 m 10 s`, or for
+    sampling `120/1,000 questions  3,400 samples  41.2% correct  139.0k tok/s  ...`."""
     return "  ".join([seen.done(), *(short.format(value) for _, value, _, short in figures(seen) if short)])
 
 

@@ -112,6 +112,6 @@ def _print(result: race.Result, folder: Path) -> None:
     unknown = " ≤: reached by the first validation, so the exact time is not known." if early else ""
     out.print(
         "Median of the seeds [lowest, highest]; seconds since the command, validations included; net: without start-up;"
-        f" speed-ups and differences against the first recipe have 90 % intervals.{unknown}{'' if measured else ' No joules: no GPU counts them here.'}"
+        f" speed-ups and differences against the first recipe have 90% intervals.{unknown}{'' if measured else ' No joules: no GPU counts them here.'}"
     )
     print(f"written to {folder / race.RESULT}; the curves of the first seed: {folder / 'report.html'}")

@@ -213,7 +213,7 @@ def print_accuracies(lines: list[dict[str, Any]]) -> None:
     for line in lines:
         rows.append((_NAMES[line["weights"]], *_shares(line)))
         rows += [(f"  {text}", *_shares(line[name])) for name, text in _APART.items() if name in line]
-    show(("greedy", "n", "accuracy (95 %)", "answer rate (95 %)"), rows, right=(1, 2, 3))
+    show(("greedy", "n", "accuracy (95%)", "answer rate (95%)"), rows, right=(1, 2, 3))
     for line in lines:
         name, cut, failed = _NAMES[line["weights"]], line["cut"], line["scorer_failures"]
         if cut:

@@ -98,11 +98,11 @@ def print_result(plan: Plan, result: TuningResult, folder: Path) -> None:
         if said or row.outcome != "ok" or row.verdict == "not compared":
             console.print(f"{row.name}: {row.note}")
     console.print(
-        "tokens/s: median of the blocks; ratios with a 95 % interval; memory: peak reserved by torch (on a"
+        "tokens/s: median of the blocks; ratios with a 95% interval; memory: peak reserved by torch (on a"
         " CPU, resident memory)"
     )
     if any(_brief(row) for row in result.rows):
-        console.print("* stopped after fewer rounds, each at least 3 % slower: 87.5 %")
+        console.print("* stopped after fewer rounds, each at least 3% slower: 87.5%")
     console.print(f"\n{gain(result)}", style="bold")
     if (quality := result.quality) is not None:
         stays = "" if quality.passed else f"; {result.against} stays"
@@ -132,7 +132,7 @@ def _table(rows: Sequence[TrialRow]) -> Grid:
 
 
 def _brief(row: TrialRow) -> bool:
-    """Whether the row's interval covers less than 95 %."""
+    """Whether the row's interval covers less than 95%."""
     return row.comparison is not None and row.rounds is not None and row.rounds < FEWEST_BLOCKS
 
 

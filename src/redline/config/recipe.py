@@ -179,7 +179,7 @@ class TrainConfig:
     """Stop once the validation loss is this low; the schedule ignores it. Needs `eval_every`."""
     diagnose_every: int | None = None
     """Updates between comparisons of feedback alignment with back-propagation, and of kernel attention with exact
-    attention; not given: as often as 2 % of the time allows; 0: never."""
+    attention; not given: as often as 2% of the time allows; 0: never."""
     checkpoint_every: int = 0
     """Updates between checkpoints; 0: only at the end (and on Ctrl-C)."""
     keep_checkpoints: int = 2

@@ -173,4 +173,4 @@ def _of_our_run(observed: Observed) -> Verdict:
     word = "fast enough" if share is not None and share >= GOOD_OWN else "not judged"
     rest = "" if word == "fast enough" else ", and no rule explains the rest"
     reached = f" The run reaches {format_limit_share(share, limit)}{rest}." if share else ""
-    return Verdict(word, f"Nothing found that would bring more than 5 %.{reached}")
+    return Verdict(word, f"Nothing found that would bring more than 5%.{reached}")

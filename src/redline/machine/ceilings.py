@@ -43,7 +43,7 @@ _DTYPES = {  # torch's type, and the least compute capability with hardware for 
 _BLOCKS, _SERIES = 7, 3
 _BLOCK_S = 0.02
 BOOST_MARGIN = 1.15
-"""Boards go up to 15 % beyond the datasheet's boost clock; timing mistakes go much further."""
+"""Boards go up to 15% beyond the datasheet's boost clock; timing mistakes go much further."""
 _COPY_BYTES = 2**30
 _TRANSFER_BYTES = 2**28
 _LEAST_FREE_BYTES = 3 * 2**30  # two copy buffers, and some room for the libraries

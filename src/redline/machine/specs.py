@@ -20,7 +20,7 @@ from redline.record.files import shipped
 
 FILE = "machine/boards.toml"
 _MEMORY_TOLERANCE = 0.06
-"""Drivers and torch differ by up to 4 % in the total they report; variants of a board by far more."""
+"""Drivers and torch differ by up to 4% in the total they report; variants of a board by far more."""
 
 
 @dataclass(frozen=True, kw_only=True)

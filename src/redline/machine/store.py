@@ -19,7 +19,7 @@ from redline.machine.facts import MachineFacts, machine_key
 from redline.record.files import cache_folder, read_json, storage_errors, write_atomic
 
 NOISY = 0.15
-"""Spread from which a limit is measured again later: an H200's blocks differ by up to 7 %, a busy CPU's by any factor."""
+"""Spread from which a limit is measured again later: an H200's blocks differ by up to 7%, a busy CPU's by any factor."""
 NOISY_FOR_S = 3600.0
 """How long they hold nevertheless: measuring at every start would cost more than it tells."""
 

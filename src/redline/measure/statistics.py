@@ -1,6 +1,6 @@
 """What block times say: medians with distribution-free intervals, and whether one arm is faster than another. No torch.
 
-    interval([0.51, 0.50, 0.52, 0.50, 0.51, 0.53])            # the median and its 95 % interval
+    interval([0.51, 0.50, 0.52, 0.50, 0.51, 0.53])            # the median and its 95% interval
     compare(before.blocks_s, after.blocks_s, paired=True)     # Comparison(ratio=1.08, low=1.05, high=1.11, ...)
 
 An interval lies between two order statistics of the blocks, so outliers widen it but do not move it. Blocks of arms that
@@ -17,9 +17,9 @@ from typing import Literal
 
 CONFIDENCE = 0.95
 FEWEST_BLOCKS = 6
-"""From fastest to slowest, six blocks hold the median with 96.9 % confidence; five do not reach 95 %."""
+"""From fastest to slowest, six blocks hold the median with 96.9% confidence; five do not reach 95%."""
 TOGETHER_SPREAD, APART_SPREAD = 0.01, 0.02
-"""How much two processes of the same code differ, in turns and one after the other (others report 1 to 3 %)."""
+"""How much two processes of the same code differ, in turns and one after the other (others report 1 to 3%)."""
 STATIONARY_SPREAD, STATIONARY_TREND = 0.03, 0.02
 """Warm-up is over when the last three steps are this close, or no longer this much faster than those before."""
 LONG_S = 1.0
@@ -49,7 +49,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How much faster the second arm is than the first: 1.08 is 8 % more steps in a second."""
+    """How much faster the second arm is than the first: 1.08 is 8% more steps in a second."""
 
     ratio: float
     low: float
@@ -63,12 +63,12 @@ class Comparison:
 
 
 T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
-"""Student's t that 5 % exceed, for 1 to 10 degrees of freedom; beyond, the last, which is on the safe side."""
+"""Student's t that 5% exceed, for 1 to 10 degrees of freedom; beyond, the last, which is on the safe side."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Between the means of two sets of runs, with a 90 % interval: each end is wrong once in 20 times."""
+    """Between the means of two sets of runs, with a 90% interval: each end is wrong once in 20 times."""
 
     mean: float
     low: float

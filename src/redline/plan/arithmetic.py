@@ -335,7 +335,7 @@ def _favor_kernel(model: ModelConfig, precision: str, fused: bool) -> bool:
 def _favor_bytes(model: ModelConfig) -> int:
     """What plain PyTorch keeps for kernel attention per token, in fp32: features, squares and sums."""
     H, K, C, M, L = model.num_heads, model.kv_heads, model.head_size, model.features, FAVOR_CHUNK
-    return 4 * (H * (M + L) + 2 * K * M + 2 * K * M * C // L)  # seen: within 9 %
+    return 4 * (H * (M + L) + 2 * K * M + 2 * K * M * C // L)  # seen: within 9%
 
 
 def _block_temporaries(model: ModelConfig, precision: str, recompute: Recompute, fused: bool) -> int:

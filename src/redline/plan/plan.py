@@ -59,7 +59,7 @@ class Hardware:
     """Where the figures come from, in words."""
 
     def rate_tflops(self, precision: str) -> float | None:
-        """The rate that matrix products can reach: the measured rate, else 75 % of the datasheet's (H200: 72 to 78 %)."""
+        """The rate that matrix products can reach: the measured rate, else 75% of the datasheet's (H200: 72 to 78%)."""
         if precision in self.measured_tflops:
             return self.measured_tflops[precision]
         peak = self.peak_tflops.get(precision)

@@ -22,7 +22,7 @@ from redline.plan.values import NEEDED_CAPABILITY, why_not
 from redline.record.units import counted, format_duration
 
 FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
-"""Tokens in a pass where speed levels off (H200, share of the speed at 64k: at 124M 32k give 96 %, 8k 80 %, 1k 11
+"""Tokens in a pass where speed levels off (H200, share of the speed at 64k: at 124M 32k give 96%, 8k 80%, 1k 11
 %)."""
 THIN_PASS_TOKENS = 4_096
 """Below this a GPU starves, and recomputing activations to fit more tokens pays."""
@@ -36,7 +36,7 @@ GRAPH_MEMORY_SHARE = 0.5
 COMPILE_PAYS_S = 120.0
 """Compiling takes 10 to 60 s; a run whose updates are predicted to be shorter than this is not worth it."""
 ROLLOUT_SHARE = 0.1
-"""Share of a rollout's most tokens. Nobody knows it in advance: unit conversion on an H200 learned from 6 to 11 % (LOG.md)."""
+"""Share of a rollout's most tokens. Nobody knows it in advance: unit conversion on an H200 learned from 6 to 11% (LOG.md)."""
 
 
 def make_plan(

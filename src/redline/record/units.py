@@ -51,12 +51,12 @@ def format_rate(per_s: float | None, what: str) -> str:
 
 
 def format_share(share: float | None) -> str:
-    """`46.8 %`."""
-    return DASH if share is None else f"{_decimal(share * 100)} %"
+    """`46.8%`."""
+    return DASH if share is None else f"{_decimal(share * 100)}%"
 
 
 def format_limit_share(share: float | None, of: str = "") -> str:
-    """`46.8 % of the ceiling`: a share of what the hardware can do. Over 100 %, the limit must be wrong."""
+    """`46.8% of the ceiling`: a share of what the hardware can do. Over 100%, the limit must be wrong."""
     text = f"{format_share(share)} {of}".rstrip()
     return f"{text} (the limit was measured too low)" if share is not None and share > 1 else text
 

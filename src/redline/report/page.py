@@ -10,7 +10,6 @@ import base64
 import functools
 import hashlib
 import json
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -77,12 +76,7 @@ def parts(runs: list[RunView]) -> dict[str, str]:
     """The parts that change during a run, by their element ids."""
     verdict = Comparable([shown.run for shown in runs]) if len(runs) > 1 else None
     found = {name: str(getattr(macros(), name)(runs, verdict)) for name in ("head", "outcome", "why")}
-    found |= {f"events-{shown.place}": str(macros().events(shown)) for shown in runs}
-    return {name: _PER_CENT.sub("\\1\u00a0%", text) for name, text in found.items()}
-
-
-_PER_CENT = re.compile(r"(\d) %")
-"""A line must not begin with the sign."""
+    return found | {f"events-{shown.place}": str(macros().events(shown)) for shown in runs}
 
 
 def _curves(shown: RunView) -> dict[str, Any]:

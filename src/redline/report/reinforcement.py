@@ -38,7 +38,7 @@ READ = 64
 
 
 class Share(NamedTuple):
-    """An accuracy with its 95 % interval."""
+    """An accuracy with its 95% interval."""
 
     value: float
     low: float
@@ -269,7 +269,7 @@ def _caveats(base: Run, other: Run, intervals: int) -> list[str]:
         "One run each: with another seed a small difference may reverse. Repeat both with other train.seed values."
     ]
     if intervals > 1:
-        found.append(f"{intervals} intervals at 95 %: on average one in twenty misses by chance.")
+        found.append(f"{intervals} intervals at 95%: on average one in twenty misses by chance.")
     asked = ("rl.pcgrad", "train.seed")
     others = [line for line in Comparable([base, other]).differences if not line.startswith(asked)]
     if others:

@@ -93,7 +93,7 @@ def _bar(percent: float) -> str:
 
 
 def _bars(out: Printer, title: str, bars: list[Bar], *, shares: bool) -> None:
-    rows = [(b.name, b.text, f"{b.percent:.1f} %" if shares else _bar(b.percent), b.note) for b in bars]
+    rows = [(b.name, b.text, f"{b.percent:.1f}%" if shares else _bar(b.percent), b.note) for b in bars]
     if rows:
         out.part(title, Grid(("",) * 4, rows, right=(1, 2) if shares else (1,)))
 

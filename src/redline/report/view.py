@@ -154,7 +154,7 @@ def _domain_tiles(rl: Reinforcement | None) -> list[Tile]:
     for domain in rl.domains if rl else ():
         if (found := domain.accuracy) is not None:
             began = f"; at first {format_share(domain.before.value)}" if domain.before else ""
-            note = f"95 %: {100 * found.low:.1f} to {100 * found.high:.1f} %, held out{began}"
+            note = f"95%: {100 * found.low:.1f} to {100 * found.high:.1f}%, held out{began}"
             tiles.append(Tile(f"accuracy, {domain.name}", format_share(found.value), note))
         elif domain.reward is not None:
             tiles.append(Tile(f"reward, {domain.name}", f"{domain.reward:.3f}", "mean of recent answers"))
@@ -165,8 +165,8 @@ def _outcome_tiles(summary: Summary, tests: list[Test]) -> list[Tile]:
     """What the run was for."""
     tiles, q = [], summary.quality
     for test in tests:
-        interval = f"95 %: {100 * test.low:.1f} to {100 * test.high:.1f} %, {test.n:,} questions"
-        tiles.append(Tile(f"accuracy {test.name}", f"{100 * test.accuracy:.1f} %", interval))
+        interval = f"95%: {100 * test.low:.1f} to {100 * test.high:.1f}%, {test.n:,} questions"
+        tiles.append(Tile(f"accuracy {test.name}", f"{100 * test.accuracy:.1f}%", interval))
     if q.nan_step is not None:
         last = f"; the last number was {q.last_loss:.4f}" if q.last_loss is not None else ""
         tiles.append(Tile("training loss", "not a number", f"from update {q.nan_step:,} on{last}", "bad"))
@@ -287,7 +287,7 @@ def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
     covered, whole = ("fine-tuning", "all of fine-tuning") if rft else ("training", "whole run")
     rows: list[tuple[str, list[str]]] = [
         *_domain_rows(runs),
-        ("accuracy after RFT", [next((f"{100 * t.accuracy:.1f} %" for t in run.tests if t.name == "after RFT"), DASH) for run in runs]),
+        ("accuracy after RFT", [next((f"{100 * t.accuracy:.1f}%" for t in run.tests if t.name == "after RFT"), DASH) for run in runs]),
         ("last training loss", [last_loss(s) for s in all_]),
         ("last validation loss", [_loss(s.quality.valid.get("valid_loss")) for s in all_]),
         ("best validation loss", [_loss(s.quality.best.get("valid_loss")) for s in all_]),

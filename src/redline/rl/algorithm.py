@@ -21,7 +21,7 @@ from redline.train.packed import Example, pack_once, pack_row
 from redline.train.step import Numbers
 
 COPIES_PAY = 0.3
-"""Share of tokens from which prompts are read once. On an H200, 24 % fewer tokens in all layers of a 360M model saved
+"""Share of tokens from which prompts are read once. On an H200, 24% fewer tokens in all layers of a 360M model saved
 just what copying prompts for its attention cost: 301 ms an update either way (LOG.md)."""
 
 

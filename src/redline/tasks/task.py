@@ -101,7 +101,7 @@ def prompt_messages(task: Task, question: Question, shots: int | None = None) ->
 
 
 def shares(verdicts: Sequence[Verdict]) -> dict[str, float]:
-    """Accuracy and answer rate (an answer could be read), each with the ends of its 95 % interval."""
+    """Accuracy and answer rate (an answer could be read), each with the ends of its 95% interval."""
     n = len(verdicts)
     if not n:
         raise DataError("a share needs at least one verdict, got none: score some completions first")

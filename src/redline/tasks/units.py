@@ -7,7 +7,7 @@ and a US fluid ounce beside volume units. A pair of units is asked for when one 
 of the second, so that answers stay numbers that one can write.
 
 The splits are disjoint by (unit, unit, number) whatever the seed and however the units are spelt: "2 h" and
-"2 hours" to minutes are in the same split. An answer is right within 5 %, after rounding both to three
+"2 hours" to minutes are in the same split. An answer is right within 5%, after rounding both to three
 decimals; 'nan' is not an answer, 'inf' is a wrong one.
 """
 
@@ -70,7 +70,7 @@ def parse_answer(completion: str) -> str | None:
 
 
 def is_correct(answer: float, reference: float) -> bool:
-    """Within 5 % of the reference, both rounded to three decimals; never for NaN, infinity or a reference of 0."""
+    """Within 5% of the reference, both rounded to three decimals; never for NaN, infinity or a reference of 0."""
     return abs(round(answer, 3) - round(reference, 3)) < 0.05 * abs(round(reference, 3))
 
 
@@ -126,7 +126,7 @@ def make(data: str | None) -> Task:
 
     return Task(
         name="units",
-        about="unit conversion, right within 5 %: generated, or [question, answer] JSON files",
+        about="unit conversion, right within 5%: generated, or [question, answer] JSON files",
         questions=questions,
         score=score,
         instruction=INSTRUCTION,

@@ -5,7 +5,7 @@ those of back-propagation, and kernel attention against exact attention.
     numbers = diagnosis.measure(learner, objective, batch)     # before the update, on the first rows of its batch
 
 A diagnosis is one pass by each rule and one forward, each at most as long as a pass of training. `every` follows:
-so many updates that three passes are 2 % of theirs. The rows are so few that back-propagation, which holds all
+so many updates that three passes are 2% of theirs. The rows are so few that back-propagation, which holds all
 blocks, takes no more memory than feedback alignment for a whole pass; the gradients are there twice.
 """
 

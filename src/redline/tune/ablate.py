@@ -65,7 +65,7 @@ class AblationRow:
     measured_ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    """The ratio's interval: 95 % confidence from six rounds on, 87.5 % if four rounds were clear enough."""
+    """The ratio's interval: 95% confidence from six rounds on, 87.5% if four rounds were clear enough."""
     rounds: int | None = None
     verdict: str = ""
     before_tokens_per_s: float | None = None

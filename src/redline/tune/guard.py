@@ -24,7 +24,7 @@ steps."""
 ROUNDING_BAND = 1e-2
 """Relative difference of a loss: TF32, bf16 and fp16 stay within it of fp32 over 30 updates (LOG.md)."""
 LOGPROB_BAND = {"fp32": 1e-3, "bf16": 5e-2}
-"""Mean difference of a log-probability from fp32 that generation may show: 0.1 % and 5 % of a probability."""
+"""Mean difference of a log-probability from fp32 that generation may show: 0.1% and 5% of a probability."""
 NORM_FACTOR = 10.0
 """A gradient norm may differ by this many times the loss's band: no mean smooths its sum of squares."""
 

@@ -7,7 +7,7 @@
 Both arms train to the end of a short budget with the same seeds, as `redline race` does, in folders that a second call
 finds again. Another plan must not be worse at the end by more than a margin: the validation loss, for RFT and RL the
 accuracy. Another training has to win on time: to the loss that all seeds of the arm before it reached at the end. The
-interval over the paired seeds has 90 %, so each verdict is wrong once in 20 times at most. Left out: generation, whose
+interval over the paired seeds has 90%, so each verdict is wrong once in 20 times at most. Left out: generation, whose
 guard compares log-probabilities.
 """
 
@@ -29,7 +29,7 @@ from redline.record.read import Run, values
 from redline.tune.race import Arm, Train, race, trained
 
 LOSS_MARGIN, ACCURACY_MARGIN = 0.01, 0.05
-"""1 % of the perplexity; about what a test of 300 questions cannot tell from chance."""
+"""1% of the perplexity; about what a test of 300 questions cannot tell from chance."""
 VALIDATIONS = 20
 """Validations of a timed run whose recipe asks for none: a time to a loss lies between two of them."""
 WARM_UPS = ("warmup_steps", "muon_warmup_steps", "orthogonality_warmup_steps", "length_ramp_steps")

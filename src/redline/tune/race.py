@@ -369,7 +369,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
 
 
 def speed_up(base: Lane, other: Lane, loss: float) -> str:
-    """How many times faster, with a 90 % interval over the seeds. Left out if some seeds did not get there, because
+    """How many times faster, with a 90% interval over the seeds. Left out if some seeds did not get there, because
     those that did are the quick ones."""
     before, here = ([math.log(point.seconds) for point in lane.at(loss)] for lane in (base, other))
     if not before:
@@ -385,7 +385,7 @@ def speed_up(base: Lane, other: Lane, loss: float) -> str:
 
 
 def ends_apart(base: Lane, other: Lane) -> str:
-    """How much higher the second ends than the first, with a 90 % interval over the seeds; empty if either has no run."""
+    """How much higher the second ends than the first, with a 90% interval over the seeds; empty if either has no run."""
     if not base.curves or not other.curves:
         return ""
     found = difference(base.lowest, other.lowest)

@@ -21,7 +21,7 @@ def cells(row: AblationRow, figures: str = "") -> tuple[str, ...]:
     verdict = row.verdict if row.outcome == "ok" else row.outcome
     verdict = ", ".join(part for part in (verdict, "kept" if row.kept else "", row.note) if part)
     name = {"all": f"all kept: {row.title}", "second try": f"{row.name}, again"}.get(row.stage, row.name)
-    share = f" ({100 * row.mfu:.2g} %)" if row.mfu is not None else ""
+    share = f" ({100 * row.mfu:.2g}%)" if row.mfu is not None else ""
     before = f"{row.before_tokens_per_s:,.0f} → " if row.before_tokens_per_s is not None else ""
     tokens = f"{before}{row.tokens_per_s:,.0f}{share}" if row.tokens_per_s is not None else ""
     memory = format_bytes(row.memory_bytes) if row.memory_bytes else ""

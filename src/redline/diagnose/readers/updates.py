@@ -19,7 +19,7 @@ from redline.record.metrics import PHASES
 SHOWS = 0.05
 """Share of an update from which on a pause inside it can be told from noise."""
 FINE, FINER = 20, 50
-"""A difference of two clock readings counts from this many times the clock's precision: 5 %, and 2 % in runs that
+"""A difference of two clock readings counts from this many times the clock's precision: 5%, and 2% in runs that
 are long enough for INTERVALS of them."""
 INTERVALS = 12
 SLOWER = 1.5

@@ -170,6 +170,6 @@ def recomputation_among_changes(observed: Observed) -> list[Finding]:
     changes is not known, so nothing is promised."""
     claims = [c for c in observed.claims if c.name == "memory_share"]
     share = next((c.before.high / 100 for c in claims if c.before), 1.0)
-    after = next((f"{c.after} %" for c in claims if c.after), "not stated")
+    after = next((f"{c.after}%" for c in claims if c.after), "not stated")
     short = observed.facts.recompute != "on" or share > 0.5
     return [] if short else found("needless-recomputation", locals(), "page", strength=0.7)

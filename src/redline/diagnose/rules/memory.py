@@ -26,7 +26,7 @@ TINY = 4_000
 WELL, LOW = 0.45, 0.3
 """The MFU that a well-set-up run reaches, and the MFU below which a finding is worth it."""
 LOW_ANYWHERE = 0.2
-"""The same where it is counted against an A100's peak, whatever the GPU: on a 4090 (165 TFLOP/s) it is 38 %."""
+"""The same where it is counted against an A100's peak, whatever the GPU: on a 4090 (165 TFLOP/s) it is 38%."""
 ANY_GPU_TFLOPS = 45.0
 """Where the GPU is not named: below this even a V100 (125) is far from busy."""
 PCIE = 25e9

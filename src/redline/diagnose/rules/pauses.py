@@ -61,7 +61,7 @@ def chance_of(excess_s: dict[int, float], steps: list[int], period: int, rest: i
 
     It is the hypergeometric chance that lines about as slow as the period's own fall on its places this often, times the
     number of periods and first places in which as many slow ones would have looked as regular. Three of 30 lines, each
-    ten after the other, come about by chance in 0.9 % of the runs, three of 25 lines in 1.1 %.
+    ten after the other, come about by chance in 0.9% of the runs, three of 25 lines in 1.1%.
     """
     hits = [step for step in excess_s if step % period == rest]
     alike_s = 0.5 * median(excess_s[step] for step in hits)

@@ -81,7 +81,7 @@ def _fewer_passes(recipe: Recipe, plan: Plan, best: Plan, step_s: float) -> tupl
         left_s = max(0.3 * step_s, step_s - (now_s - then_s))
         return 1.0, step_s / left_s, "launches saved; the GPU's rates are not known"
     high, said = max(1.0, step_s / max(floor, then_s)), f"to {floor * 1e3:.4g} ms per update by the roofline"
-    return max(1.0, 0.85 * high), high, f"{said}, or 85 % of that speed"
+    return max(1.0, 0.85 * high), high, f"{said}, or 85% of that speed"
 
 
 def _recomputation(

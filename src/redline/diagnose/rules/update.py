@@ -87,7 +87,7 @@ def _scales_with_positions(observed: Observed, mean_s: float) -> tuple[float, fl
     how it is known.
 
     Forward and backward shrink with the positions, up to what a pass costs whatever it computes (launches, weights
-    read, gradients written): 15 % of them at most in passes that fill the device, and all where the GPU waits for
+    read, gradients written): 15% of them at most in passes that fill the device, and all where the GPU waits for
     launches. Generation and the optimiser's update do not. Where phases are not recorded, the least allows for an
     optimiser and a host that take a third of the step.
     """

@@ -14,7 +14,7 @@ const trim = (v, digits) => Number(v.toPrecision(digits)).toString();
 const FORMATS = {
   count: v => { const [n, u] = scaled(v, 1000, ["", "k", "M", "G", "T"]); return trim(n, 4) + u; },
   bytes: v => { const [n, u] = scaled(v, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]); return trim(n, 4) + " " + u; },
-  share: v => trim(v * 100, 4) + " %",
+  share: v => trim(v * 100, 4) + "%",
   duration: v => v < 1 ? trim(v * 1000, 4) + " ms" : v < 120 ? trim(v, 4) + " s" : v < 7200 ? trim(v / 60, 4) + " min" : trim(v / 3600, 4) + " h",
   plain: v => v !== 0 && Math.abs(v) < 1e-3 ? v.toExponential(2) : trim(v, 5),
 };
