@@ -160,7 +160,7 @@ def read_errors(path: Path) -> Iterator[None]:
     errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
     if path.name.endswith(
         ".parquet"
-    ):  # text that is not UTF-8 and times beyond Python's are Python's own errors
+    ):  # ValueError: text that is not UTF-8; OverflowError: a time beyond Python's
         errors += (need("pyarrow", extra="parquet").ArrowException, ValueError, OverflowError)
     try:
         yield
