@@ -362,7 +362,8 @@ def test_a_gate_is_not_judged_below_the_target_of_either() -> None:
 
 
 def test_a_gate_says_that_a_recipe_or_the_data_changed() -> None:
-    before = Result(machine={}, data={}, seeds=2, rungs=(), lanes=(lane("fast", (5.0, 4.0)),), tokens="d")
+    both = lane("fast", (5.0, 4.0), (5.0, 4.0))
+    before = Result(machine={}, data={}, seeds=2, rungs=(), lanes=(both,), tokens="d")
     assert gate.changed([Arm("fast", NANO), Arm("new", NANO)], before) == ["fast"]
     same = replace(before, lanes=(replace(before.lanes[0], fingerprint=NANO.fingerprint),))
     assert gate.changed([Arm("fast", NANO)], same) == []
