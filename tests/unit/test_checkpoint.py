@@ -217,6 +217,7 @@ def test_weights_without_their_config_are_told_apart_from_a_run_without_checkpoi
         find(tmp_path)
     saved(tmp_path / "checkpoints", 1)
     assert find(step := tmp_path / "checkpoints" / "step-00000001") == step
+    assert find(tmp_path) == step, "a run keeps its checkpoints, whatever else somebody puts there"
 
 
 def test_resolve_takes_a_run_a_folder_or_a_step(tmp_path: Path) -> None:

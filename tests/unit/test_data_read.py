@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from redline.data.examples import rows_of
 from redline.data.read import (
     LONGEST_PIECE_BYTES,
     PIECE_BYTES,
@@ -148,6 +150,19 @@ def test_parquet_columns_are_checked(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no column 'body'; it has id, text"):
         list(documents(path, "body"))
     assert "row 1: field 'id' must be text, got int" in next(scan(path, "id")).wrong
+
+
+def test_parquet_values_that_python_cannot_hold_are_refused_in_one_line(tmp_path: Path) -> None:
+    """Corpora and examples read the same rows; neither error is Arrow's own."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    latin = pa.Array.from_buffers(pa.string(), 1, pa.array([b"caf\xe9"]).buffers())
+    far = pa.array([8 * 10**12], pa.timestamp("s"))
+    path = tmp_path / "a.parquet"
+    for values, why in ((latin, "can't decode byte 0xe9"), (far, "date value out of range")):
+        pq.write_table(pa.table({"text": values}), path)
+        for read in (partial(documents, path, "text"), partial(rows_of, path)):
+            with pytest.raises(DataError, match=rf"a\.parquet cannot be read: .*{why}"):
+                list(read())
 
 
 def test_parquet_rows_are_skipped_a_row_group_at_a_time(tmp_path: Path) -> None:

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rft_model import planned
 
-from redline.errors import ConfigError, MissingExtra
+from redline.errors import ConfigError, MissingExtra, TrainingError
 from redline.record import export
 from redline.record.export import ExportedRun, Exporter, exported_name, make_exporters
+from redline.train.open_run import open_run
+from redline.train.process import Process
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
@@ -306,3 +310,28 @@ class TestExporter:
             took_s.append(time.perf_counter() - started)
         exporter.close()
         assert statistics.median(took_s) < 50e-6
+
+
+def test_what_watches_a_run_is_closed_when_the_run_ends_even_if_it_fails(tmp_path: Path) -> None:
+    """An exporter has lines to send, and the live view a terminal to leave."""
+    seen: list[str] = []
+
+    class Watching:
+        def metrics(self, line: dict[str, Any]) -> None: ...
+        def event(self, kind: str, facts: dict[str, Any]) -> None:
+            seen.append(kind)
+
+        def close(self) -> None:
+            seen.append("closed")
+
+    recipe, plan, _ = planned("nano")
+    alone = Process(0, 1, torch.device("cpu"))
+
+    def run() -> None:
+        with open_run(recipe, plan, tmp_path / "run", alone, observers=lambda step: [Watching()]) as opened:
+            opened.event("told")
+            raise TrainingError("lost")
+
+    with pytest.raises(TrainingError, match="lost"):
+        run()
+    assert seen == ["told", "closed"]

@@ -287,7 +287,7 @@ def test_the_ladder_of_a_race_ends_at_its_target(tmp_path: Path) -> None:
 
 def test_a_run_that_was_kept_from_other_hardware_or_data_is_refused(tmp_path: Path) -> None:
     train = Trainings()
-    raced(tmp_path, train, seeds=1)
+    assert raced(tmp_path, train, seeds=1).tokens == "d"
     plan = tmp_path / "fast-seed-0" / "plan.json"
     plan.write_text(json.dumps({"hardware": {"title": "another GPU"}}))
     with pytest.raises(StorageError, match=r"different hardware \(another GPU and None\)"):
@@ -306,6 +306,8 @@ def test_names_that_share_a_folder_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="are the same: a/b, a-b"):
         raced(tmp_path, Trainings(), arms=(Arm("a/b", NANO), Arm("a-b", SLOW)))
+    long = [Arm(f"a{mark}b" * LONGEST_NAME, NANO).place(tmp_path, 1) for mark in "/-"]
+    assert long[0] != long[1], "the hash is that of the whole name"
 
 
 def test_a_gate_passes_the_same_times_and_names_what_became_slower(tmp_path: Path) -> None:
@@ -360,12 +362,14 @@ def test_a_gate_is_not_judged_below_the_target_of_either() -> None:
 
 
 def test_a_gate_says_that_a_recipe_or_the_data_changed() -> None:
-    before = Result(machine={}, data={}, seeds=2, rungs=(), lanes=(lane("fast", (5.0, 4.0)),), tokens="d")
+    both = lane("fast", (5.0, 4.0), (5.0, 4.0))
+    before = Result(machine={}, data={}, seeds=2, rungs=(), lanes=(both,), tokens="d")
     assert gate.changed([Arm("fast", NANO), Arm("new", NANO)], before) == ["fast"]
     same = replace(before, lanes=(replace(before.lanes[0], fingerprint=NANO.fingerprint),))
     assert gate.changed([Arm("fast", NANO)], same) == []
     with pytest.raises(ConfigError, match="the data has changed"):
         slower_than(replace(before, tokens="e"), before)
+    assert slower_than(before, replace(before, tokens=None)) == [], "older records do not say"
 
 
 def test_the_shipped_records_can_be_compared_with(tmp_path: Path) -> None:

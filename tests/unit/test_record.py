@@ -107,7 +107,6 @@ def test_events_are_stamped_in_order_and_never_cut(tmp_path):
 
 HOLD = """
 import sys
-import threading
 from pathlib import Path
 from redline.record.run import RunFolder
 with RunFolder(Path(sys.argv[1])):
@@ -160,11 +159,16 @@ def test_a_folder_with_other_files_is_not_taken(tmp_path: Path):
 
 
 def test_observers_are_called_by_one_thread_at_a_time():
-    """Workers on Ray tell events from the thread that draws, while the trainer or the scorer writes lines."""
+    """Workers on Ray tell events from the thread that draws, while the trainer or the scorer writes lines. An observer may
+    cause an event itself."""
     free: list[bool] = []
+    own: list[bool] = []
 
     class Watching:
         def metrics(self, line):
+            own.append(both._lock.acquire(blocking=False))
+            if own[-1]:
+                both._lock.release()
             other = threading.Thread(target=lambda: free.append(both._lock.acquire(blocking=False)))
             other.start()
             other.join()
@@ -176,3 +180,4 @@ def test_observers_are_called_by_one_thread_at_a_time():
     both.metrics({})
     both.event("stage", {})
     assert free == [False, False]
+    assert own == [True, True]

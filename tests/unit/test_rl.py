@@ -3,10 +3,12 @@
 import json
 import math
 import threading
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,9 +29,10 @@ from redline.rl.imitation import IMITATION
 from redline.rl.ppo import PPO, generalised_advantages, make_critic, value_loss
 from redline.rl.rollout import Rollouts, shaped_reward
 from redline.rl.samples import Group, Sample, Samples
+from redline.rl.validation import make_validation
 from redline.rl.watchdog import Watchdog
 from redline.tasks.registry import load_task
-from redline.tasks.task import prompt_text
+from redline.tasks.task import interval_95, prompt_text
 from redline.train.checkpoint import read_tensors
 from redline.train.packed import Example
 from redline.train.places import resolve
@@ -283,6 +286,29 @@ def test_every_way_to_learn_runs_and_is_recorded(place, tmp_path, overrides):
         assert line["reference_s"] > 0
         assert line["kl"] >= 0
     assert (tmp_path / "run" / ("adapter" if "lora.rank=2" in overrides else "model")).is_dir()
+
+
+def test_a_validation_asks_every_held_out_question_once_and_counts_domains_equally():
+    """Of four questions the first and the last are answered correctly, of the other domain's one it is that one."""
+    right = {("a", 0), ("a", 3), ("b", 0)}
+    model: Any = None
+    held_out = {"a": [object()] * 4, "b": [object()]}
+    domains: Any = SimpleNamespace(
+        by_name=held_out,
+        held_out=held_out.get,
+        answers=lambda run, asked: [(key, (SimpleNamespace(correct=key in right),)) for key in asked],
+    )
+    found: list[dict[str, float]] = []
+    for rank in range(2):
+        process = SimpleNamespace(rank=rank, world_size=2, sums=lambda *own: list(own))
+        policy: Any = SimpleNamespace(
+            process=process, phase=lambda name: None, speaking=lambda: nullcontext()
+        )
+        found.append(make_validation(domains, policy)(model, 1))
+    shares = [{name: one[f"valid_accuracy.{name}"] for name in held_out} for one in found]
+    assert shares == [{"a": 0.25, "b": 1.0}, {"a": 0.25, "b": 0.0}], "every second question, of 4 and 1"
+    assert found[0]["valid_accuracy"] == 0.625
+    assert (found[0]["valid_accuracy_low.a"], found[0]["valid_accuracy_high.a"]) == interval_95(0.25, 4)
 
 
 def test_prompts_that_are_all_too_long_are_one_line_also_if_only_the_held_out_ones_are(place, tmp_path):

@@ -97,6 +97,7 @@ def test_the_expected_results_never_enter_the_sandbox(monkeypatch):
             ["{'a': 1}"],
         ),
         ("def check_f():\n    assert f(1) == 'x'\n\ncheck_f()\n", ["f(1)"], ["'x'"]),
+        ("assert f(0) == 0\ndef check_f():\n    assert f(1) == 'x'", ["f(0)", "f(1)"], ["0", "'x'"]),
         # in one order in all processes: texts hash differently in each
         (
             "assert f(1) == {'d', 'b', 'a', 'c'}\nassert f(2) == [({'z', 'y', 'x'},), {1: {'w', 'v', 'u'}}, (), set()]",

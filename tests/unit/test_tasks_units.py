@@ -170,6 +170,7 @@ def test_parsing_and_the_rule_are_the_specified_expressions(text, reference):
     assert math.isnan(value) if found is None else float(found) == value
     verdict = units.score(Question("q", "?", repr(reference)), text)
     assert verdict.parsed == (not math.isnan(value))
+    assert verdict.answer is None or verdict.answer == verdict.answer.strip()
     right = math.isfinite(value) and abs(round(value, 3) - round(reference, 3)) < 0.05 * abs(
         round(reference, 3)
     )

@@ -8,7 +8,7 @@ redline rft sample rft/units-smollm2 --preset quality    one stage; if it is kil
 redline rft train rft/units-smollm2 --on answers         plain fine-tuning on the reference solutions, to compare
 redline rft test rft/units-smollm2 --rows all            all weights of the run that have not been tested yet
 redline rft stats runs/rft-units-smollm2
-redline rft export runs/rft-units-smollm2 rft.json           or .jsonl, .parquet
+redline rft export runs/rft-units-smollm2 rft.json       or .jsonl, .parquet
 """
 
 import argparse

@@ -157,11 +157,14 @@ def scan(path: Path, text_field: str, skip: int = 0) -> Iterator[Row]:
 @contextlib.contextmanager
 def read_errors(path: Path) -> Iterator[None]:
     """The errors of the readers of all formats, in one line."""
-    is_parquet = path.name.endswith(".parquet")
-    arrow = (need("pyarrow", extra="parquet").ArrowException,) if is_parquet else ()
+    errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
+    if path.name.endswith(
+        ".parquet"
+    ):  # ValueError: text that is not UTF-8; OverflowError: a time beyond Python's
+        errors += (need("pyarrow", extra="parquet").ArrowException, ValueError, OverflowError)
     try:
         yield
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, *arrow) as error:
+    except errors as error:
         why = f"{error}; the file may be truncated or not what its name says"
         raise DataError(f"{path} cannot be read: {why}") from error
 

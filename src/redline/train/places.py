@@ -15,7 +15,6 @@ from redline.record.files import read_json
 
 BEST = "best.json"
 OLD = ".old"
-STEP = re.compile(r"step-\d+")
 
 
 def find(path: Path, which: str = "last") -> Path:
@@ -28,10 +27,6 @@ def find(path: Path, which: str = "last") -> Path:
                 f"--checkpoint {which} is for pre-training runs, but {path} is a finished model: leave it out"
             )
         return path
-    if any(path.glob("*.safetensors")) and not STEP.fullmatch(path.name):
-        raise CheckpointError(
-            f"{path} holds weights but no config.json: fetch the whole Hugging Face folder again"
-        )
     return resolve(path, which)
 
 
@@ -63,10 +58,14 @@ def shipped_models() -> dict[str, Path]:
 
 def resolve(path: Path, which: str = "last") -> Path:
     """The step folder meant by a run, checkpoints or step folder; `which` is last, best or step-N. Not verified."""
-    if STEP.fullmatch(path.name) and path.is_dir():
+    if re.fullmatch(r"step-\d+", path.name) and path.is_dir():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = step_folders(folder)
+    if not found and any(path.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{path} holds weights but no config.json: fetch the whole Hugging Face folder again"
+        )
     if not found:
         raise CheckpointError(f"there is no checkpoint in {path}: give a run, checkpoints or step folder")
     there = f"{folder} has {', '.join(f'step-{step}' for step in found)}"
