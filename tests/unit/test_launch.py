@@ -196,18 +196,19 @@ def test_signals_are_handled_as_before_once_a_block_has_ended() -> None:
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_a_terminal_is_told_at_the_first_interrupt_that_the_run_will_stop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_terminal_is_told_at_the_first_interrupt_that_the_run_will_stop() -> None:
     asked: list[str] = []
-    ours, theirs = os.openpty()
-    with open(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
+    (ours, theirs), before = os.openpty(), os.dup(2)
+    os.dup2(theirs, 2)
+    try:
         with stop_on_signal(lambda: asked.append("stop")):
             signal.raise_signal(signal.SIGINT)
             said = os.read(ours, 200)
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
-    os.close(ours)
+    finally:
+        os.dup2(before, 2)
+        for number in (ours, theirs, before):
+            os.close(number)
     assert asked == ["stop"]
-    assert b"stopping when the current step is done" in said
+    assert b"press Ctrl-C again to stop at once" in said

@@ -2,13 +2,12 @@
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 STOPPED = "stopped by signal"
-SOON = b"\nstopping when the current step is done, then saving; press Ctrl-C again to stop at once\n"
+STDERR, SOON = 2, b"\nstopping once the work in progress is saved; press Ctrl-C again to stop at once\n"
 
 
 class StopTraining(Exception):
@@ -22,8 +21,8 @@ def stop_on_signal(request: Callable[[], None]) -> Iterator[None]:
 
     def handle(number: int, _frame: Any) -> None:
         request()
-        if number == signal.SIGINT and sys.stderr.isatty():
-            os.write(sys.stderr.fileno(), SOON)  # not print: the signal may have come inside another one
+        if number == signal.SIGINT and os.isatty(STDERR):
+            os.write(STDERR, SOON)  # not print: the signal may have come inside another one
         signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
 
     def interrupt(number: int, _frame: Any) -> None:
