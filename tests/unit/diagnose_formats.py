@@ -65,7 +65,7 @@ class Run:
 def hms(seconds: float) -> str:
     whole = int(seconds)
     hours = f"{whole // 3600:02d}:" if whole >= 3600 else ""
-    return f"{hours}{whole // 60% 60:02d}:{whole % 60:02d}"
+    return f"{hours}{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 def filled(template: str, values: dict[str, Any]) -> str:

@@ -897,7 +897,7 @@ def test_an_accuracy_between_the_updates_tells_of_a_validation(tmp_path: Path) -
 def test_a_time_that_the_clock_contradicts(tmp_path: Path, time_s: float, note: str) -> None:
     """That of the 20 updates between two lines, or of nobody knows what."""
     lines = [
-        f"2026-03-01 09:{step * 8 // 1200:02d}:{step * 8 // 20% 60:02d},000 batch: {step}, time: {time_s}, loss: {9 - step / 999:.3f}"
+        f"2026-03-01 09:{step * 8 // 1200:02d}:{step * 8 // 20 % 60:02d},000 batch: {step}, time: {time_s}, loss: {9 - step / 999:.3f}"
         for step in range(20, 2000, 20)
     ]
     observed = console(tmp_path, lines)
@@ -936,7 +936,7 @@ def test_a_loss_that_was_lost_once_is_no_failure(tmp_path: Path) -> None:
 def test_deepspeeds_lines_of_2020_count_an_epoch_and_a_step(tmp_path: Path) -> None:
     """50 steps in 15 s at 13.3 samples/s: four samples an update."""
     lines = [
-        f"[INFO 2020-06-08 05:{step * 3 // 600:02d}:{step * 3 // 10% 60:02d}] 0/{step}, SamplesPerSec=13.33"
+        f"[INFO 2020-06-08 05:{step * 3 // 600:02d}:{step * 3 // 10 % 60:02d}] 0/{step}, SamplesPerSec=13.33"
         for step in range(50, 3000, 50)
     ]
     observed = console(tmp_path, lines)
@@ -948,7 +948,7 @@ def test_megatrons_progress_file(tmp_path: Path) -> None:
     """A line every 100 iterations of 2 s and a million tokens each, on eight GPUs."""
     job = "Job ID: 7\t# GPUs: 8"
     lines = [
-        f"2025-02-24 {17 + n // 18}:{n * 200 // 60% 60:02d}:{n * 200% 60:02d}\t{job}\tSaving async checkpoint\tIteration: {100 * n}"
+        f"2025-02-24 {17 + n // 18}:{n * 200 // 60 % 60:02d}:{n * 200 % 60:02d}\t{job}\tSaving async checkpoint\tIteration: {100 * n}"
         f"\tJob throughput: 364.8 TFLOP/s/GPU\tCumulative throughput: 387.0 TFLOP/s/GPU\tTokens (in billions): {0.1 * n:.2f}"
         for n in range(1, 18)
     ]

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from redline.cli.main import main
+from redline.cli.main import main, parser
+from redline.cli.train import nodes_of
 from redline.errors import ConfigError, MachineError
 from redline.launch import ray as ray_place
 from redline.launch.experiments import Job
@@ -129,6 +130,12 @@ def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], command: s
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert said in error
+
+
+@pytest.mark.parametrize(("nodes", "found"), [("1", (1, 1)), ("1:1", (1, 1)), ("1:4", (1, 4))])
+def test_a_script_for_any_number_of_machines_runs_on_one(nodes: str, found: tuple[int, int]) -> None:
+    given = ["train", "nano", "--nnodes", nodes, "--rdzv", "node1:29400"]
+    assert nodes_of(parser(only="train").parse_args(given)) == found
 
 
 def test_without_slurm_one_line_says_so(

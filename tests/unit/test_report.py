@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from run_folders import ABLATION, EVALUATIONS, EVENTS, jsonl, lines, plan, write
 
 from redline.cli.main import main
 from redline.record.follow import Tail
+from redline.record.metrics import PHASES
 from redline.record.read import read_run, read_runs
 from redline.record.run import RunFolder
 from redline.record.units import DASH, fact, format_share
@@ -78,6 +80,19 @@ class TestFigures:
         path = write_run(tmp_path / "a", metrics=lines(updates), events=EVENTS[:1])
         (first,) = [part for part in Summary(read_run(path)).time if part.name == "first updates"]
         assert first.note == f"compilation and warm-up beyond the median; updates: {left_out}"
+
+    @pytest.mark.parametrize(
+        "beside", [(), ("copy_s",), ("generate_s", "copy_s"), ("copy_s", "communication_s"), tuple(PHASES)]
+    )
+    def test_neighbours_in_the_bar_of_the_time_differ_in_colour(
+        self, tmp_path: Path, beside: tuple[str, ...]
+    ) -> None:
+        phases = dict.fromkeys(["forward_s", "backward_s", "optimizer_s", *beside], 0.01)
+        bars = RunView(
+            read_run(write_run(tmp_path / "a", metrics=[line | phases for line in lines(40)]))
+        ).time_stack
+        assert {PHASES[name] for name in phases} <= {bar.name for bar in bars}
+        assert all(left.kind != right.kind for left, right in pairwise(bars))
 
     def test_recorded_phases_split_the_updates(self, tmp_path: Path) -> None:
         made = [line | {"forward_s": 0.1, "backward_s": 0.2, "optimizer_s": 0.05} for line in lines()]

@@ -47,7 +47,7 @@ MODEL                a run folder, a checkpoint, a Hugging Face folder, a .gguf 
 @PREFER
 --fork RUN         start from this run's last checkpoint (or from this checkpoint) with other values; needs --run
 --nproc N          processes on this machine, one per GPU (default 1)
---nnodes N|MIN:MAX   machines; MIN:MAX continues on those that remain, down to MIN (default 1)
+--nnodes N|MIN:MAX   machines; MIN:MAX continues on those that remain, down to MIN (default: 1)
 --rdzv HOST:PORT   where the machines meet: one of them and a free port on it; start the same command on each
 --export NAME...   also send metrics to tensorboard, wandb or mlflow
 --quiet            no live view

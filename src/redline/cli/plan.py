@@ -169,7 +169,7 @@ def print_plan(plan: Plan, recipe: Recipe, *, speed: bool = True) -> None:
     head = f", the softmax over {some:,} tokens" if some else ""
     console.print(
         f"\n[bold]predicted[/bold] (arithmetic, not measured): {format_count(p.parameters)} parameters, "
-        f"{p.flops_per_token / 1e9:.3g} GFLOP per token (6N + attention{head})"
+        f"{p.flops_per_token / 1e6:,.1f} MFLOP per token (6N + attention{head})"
     )
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in p.memory_parts_bytes.items() if size)
     there = plan.hardware.memory_bytes

@@ -84,11 +84,12 @@ def check_options(options: argparse.Namespace) -> None:
 
 def nodes_of(options: argparse.Namespace) -> tuple[int, int]:
     """The minimum and the maximum number of machines."""
-    least, _, most = options.nnodes.partition(":")
-    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", options.nnodes) or int(most or least) < int(least):
-        raise ConfigError(f"--nnodes takes a number or MIN:MAX, like 2 or 1:4, got {options.nnodes!r}")
+    given = "1" if options.nnodes is None else options.nnodes
+    least, _, most = given.partition(":")
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", given) or int(most or least) < int(least):
+        raise ConfigError(f"--nnodes takes a number or MIN:MAX, like 2 or 1:4, got {given!r}")
     place = re.fullmatch(r"[^\s:]+:(\d{1,5})", options.rdzv or "")
-    if int(most or least) == 1 and options.rdzv:
+    if options.nnodes is None and options.rdzv:  # a script for any number of machines may well say 1
         raise ConfigError(
             f"--rdzv {options.rdzv} is where several machines meet: add --nnodes, or leave it out"
         )

@@ -166,10 +166,10 @@ def check(arms: Sequence[Arm]) -> None:
     """Refuse arms whose losses say nothing about each other, and say why."""
     first = arms[0]
     for arm in arms:
-        if arm.recipe.workload != "pretrain" or not arm.recipe.train.eval_every:
-            raise ConfigError(
-                f"{arm.name}: a race needs pretrain recipes that validate: give --set train.eval_every=N"
-            )
+        if (workload := arm.recipe.workload) != "pretrain":
+            raise ConfigError(f"{arm.name}: a race needs pretrain recipes, got workload {workload}")
+        if not arm.recipe.train.eval_every:
+            raise ConfigError(f"{arm.name}: a race needs validations: give --set train.eval_every=N")
         if unlike := unlike_data(first.recipe, arm.recipe):
             shown = ", ".join(f"{key} ({a} and {b})" for key, (a, b) in unlike.items())
             raise ConfigError(
