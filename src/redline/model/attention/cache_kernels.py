@@ -104,9 +104,8 @@ Hopper keep the small blocks."""
 
 def large_bytes(sizes: dict[str, int], dtype: torch.dtype) -> int:
     """Shared memory that a program with large blocks takes at most (tests/kernels compiles it)."""
-    blocks = (
-        2 if sizes["GROUP"] < 64 else 4
-    )  # from 64 rows on, Hopper fetches keys and values one block ahead
+    # from 64 rows on, Hopper fetches keys and values one block ahead
+    blocks = 2 if sizes["GROUP"] < 64 else 4
     return (blocks * LARGE * sizes["CP"] + 2 * sizes["GROUP"] * (LARGE + sizes["CP"])) * dtype.itemsize
 
 
