@@ -121,7 +121,7 @@ def test_the_script_asks_for_what_the_options_say(capsys: pytest.CaptureFixture[
         ("train nano --nnodes 4:2 --rdzv node1:29400", "a number or MIN:MAX, like 2 or 1:4, got '4:2'"),
         ("launch nano --dry-run --run .", "--run begins the names of runs, which '.' cannot: name a folder"),
         ("train nano --rdzv node1:29400", "--rdzv node1:29400 is where several machines meet: add --nnodes"),
-        ("train nano --plan auto --prefer memory", "--prefer memory has no effect beside --plan auto: leave"),
+        ("train nano --plan auto --prefer memory", "--prefer memory has no effect with --plan auto: leave"),
         ("train nano --nnodes two", "--nnodes takes a number or MIN:MAX, like 2 or 1:4, got 'two'"),
     ],
 )

@@ -216,9 +216,8 @@ def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
     after = f"after {format_duration(line.get('elapsed_s'))}"
     domains = [(name.removeprefix("reward."), line[name]) for name in line if name.startswith("reward.")]
     rewards = [f"{name} {_fixed(value, '.2f')}" for name, value in domains]
-    checked_by = [
-        part for part in told_validation(checked) if not part.endswith("per word")
-    ]  # fits 80 columns
+    # without the perplexity per word, so that the line fits 80 columns
+    checked_by = [part for part in told_validation(checked) if not part.endswith("per word")]
     rewarded = ", ".join([f"{format_share(line.get('accuracy'))} correct", *rewards])
     rows = [
         ("samples", _fixed(drawn, ","), to_come, "{} sample" if drawn == 1 else "{} samples"),

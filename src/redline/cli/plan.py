@@ -124,9 +124,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 def chosen(options: argparse.Namespace, recipe: Recipe, world_size: int, nodes: int = 1, *, say: Say) -> Plan:
     """The plan that --plan names: a file, `auto`, or without it the one that is made now."""
     if options.plan is not None and getattr(options, "prefer", None) == "memory":
-        raise ConfigError(
-            f"--prefer memory has no effect beside --plan {options.plan}: leave out one of them"
-        )
+        raise ConfigError(f"--prefer memory has no effect with --plan {options.plan}: leave out one of them")
     if options.plan not in (None, "auto"):
         return load_for(Path(options.plan), recipe, world_size, typed=typed_pins(options))
     plan = make(options, recipe, nproc=world_size, nodes=nodes)

@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
     before = gate.recorded(options.against, arms, facts, options.seeds) if options.against else None
     for name in gate.changed(arms, before) if before else ():
         status(
-            f"{name} has another fingerprint in {options.against}: the recipe has changed, or what recipes say"
+            f"{name} has another fingerprint in {options.against}: the recipe, or what Redline reads from it, has"
+            " changed since, so this compares the recipes too"
         )
     ceilings_of(facts)  # otherwise the first run's start-up would include measuring them
     tokenise(arms[0].recipe)

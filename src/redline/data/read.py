@@ -158,9 +158,8 @@ def scan(path: Path, text_field: str, skip: int = 0) -> Iterator[Row]:
 def read_errors(path: Path) -> Iterator[None]:
     """The errors of the readers of all formats, in one line."""
     errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
-    if path.name.endswith(
-        ".parquet"
-    ):  # ValueError: text that is not UTF-8; OverflowError: a time beyond Python's
+    if path.name.endswith(".parquet"):
+        # ValueError: text that is not UTF-8; OverflowError: a time that Python cannot hold
         errors += (need("pyarrow", extra="parquet").ArrowException, ValueError, OverflowError)
     try:
         yield
