@@ -4,15 +4,24 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, call, patch
 
 import pytest
+import torch
+from torch.profiler import profile
 
+from redline.config.load import load_recipe
 from redline.machine import wake
+from redline.machine.facts import read_facts
+from redline.model.transformer import build_model
+from redline.plan.hardware import hardware_here
+from redline.plan.planner import make_plan
 from redline.record import startup
-from redline.train.execution import keep_kernels
+from redline.train import execution
+from redline.train.execution import equip, in_force, keep_kernels
 from redline.train.process import hash_triton
 
 
@@ -71,6 +80,29 @@ def test_what_is_compiled_is_kept_in_our_cache_unless_the_user_says_where(tmp_pa
     with patch.dict(os.environ, theirs, REDLINE_CACHE=str(tmp_path)):
         keep_kernels()
         assert {name: os.environ[name] for name in kept} == theirs
+
+
+@pytest.mark.parametrize("between", ["models of one process", "processes"])
+def test_compiled_code_is_that_of_the_plans_attention(
+    between: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where other code of the same model is there already: in this process, or in the cache on disk."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    nano = load_recipe("nano", ["model.num_layers=1", "plan.compile=default"])
+    tokens, ran = torch.zeros(1, nano.data.seq_len, dtype=torch.int64), []
+    for attention in ("math", "flash", "math"):
+        plan = replace(make_plan(nano, hardware_here(read_facts(), None)), attention=attention)
+        model = build_model(nano.model, device="cpu", seed=0)
+        equip(model, plan)
+        if between == "processes":
+            torch._dynamo.reset()
+            monkeypatch.setattr(execution, "_compiled_for", None)
+        with in_force(plan), torch.no_grad():
+            model(tokens)  # compiles
+            with profile() as profiler:
+                model(tokens)
+        ran.append(any("flash_attention" in event.name for event in profiler.events()))
+    assert ran == [False, True, False]
 
 
 def test_triton_hashes_itself_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:

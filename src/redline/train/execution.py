@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +39,8 @@ _KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+_compiled_for: str | None = None
+"""The attention kernel of what this process has compiled."""
 
 
 def set_allocator(plan: Plan) -> None:
@@ -121,15 +124,32 @@ def eagerly() -> AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager") if compiling else contextlib.nullcontext()
 
 
-def in_force(plan: Plan) -> AbstractContextManager[None]:
+@contextmanager
+def in_force(plan: Plan) -> Iterator[None]:
     """The plan's process-wide switches, restored at the end: another model may need another attention kernel."""
     kernels = list(_KERNELS.values()) if plan.attention == "auto" else [_KERNELS[plan.attention]]
-    return _switched("high" if plan.precision == "tf32" else "highest", kernels)
+    compiled_apart = _compiled_apart(plan.attention) if plan.compile != "off" else contextlib.nullcontext()
+    with compiled_apart, _switched("high" if plan.precision == "tf32" else "highest", kernels):
+        yield
 
 
 def plain_fp32(*, explicit_attention: bool = True) -> AbstractContextManager[None]:
     """No TF32, and explicit attention or any kernel that takes fp32, whatever plan is in force."""
     return _switched("highest", [SDPBackend.MATH] if explicit_attention else list(_KERNELS.values()))
+
+
+@contextmanager
+def _compiled_apart(attention: str) -> Iterator[None]:
+    """Compiled code that was made for this attention kernel. A compiler decides on the kernel while it traces, but torch
+    looks at it neither before it calls what this process has compiled nor in the keys of its cache on disk: whichever
+    kernel came first would stay, in every later run."""
+    global _compiled_for
+    if "torch._dynamo" in sys.modules and _compiled_for not in (None, attention):
+        torch._dynamo.reset()
+    _compiled_for = attention
+    config: Any = torch.compiler.config
+    with config.patch(cache_key_tag=f"{config.cache_key_tag} attention {attention}"):
+        yield
 
 
 @contextmanager
