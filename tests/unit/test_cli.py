@@ -456,6 +456,18 @@ def test_the_standard_benchmark_does_not_start_on_a_cpu(capsys, monkeypatch):
     refused(capsys, ["bench", "train"], 6, "needs a GPU", "--recipe nano")
 
 
+def test_a_folder_that_cannot_hold_the_results_is_refused_before_they_are_measured(
+    capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("redline.bench.rl.bench_rl", None)
+    refused(
+        capsys, ["bench", "rl", "--quick", "--out", "file/results"], 5, "file/results", "choose another path"
+    )
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    refused(capsys, ["bench", "rl", "--quick", "--out", "results"], 5, "results cannot be written to")
+
+
 # ---- mistakes: data ----
 
 

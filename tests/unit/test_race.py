@@ -430,7 +430,8 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
 ) -> None:
     train = Trainings()
     train.fail = "lr=1e-3"
-    for name, stand_in in (("race.train_in_process", train), ("ceilings_of", str), ("tokenise", str)):
+    stand_ins = {"race.train_in_process": train, "ceilings_of": str, "tokenise": lambda recipe: None}
+    for name, stand_in in stand_ins.items():
         monkeypatch.setattr(f"redline.cli.race.{name}", stand_in)
     monkeypatch.setenv("COLUMNS", "60")
     sets = [part for value in EVERY for part in ("--set", value)]
@@ -471,6 +472,11 @@ def test_the_command_prints_a_table_that_fits_and_exits_with_1_if_slower(
     )
     assert main([*command, str(tmp_path / "b"), "--against", record]) == 1
     assert f"nano has another fingerprint in {record}" in capsys.readouterr().err
+    Path(record).write_text(json.dumps(json.loads(Path(record).read_text()) | {"tokens": "then"}))
+    monkeypatch.setattr("redline.cli.race.tokenise", lambda recipe: "now")
+    assert main([*command, str(tmp_path / "c"), "--against", record]) == 2
+    assert "the data has changed since the record was made" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists(), "it says so before anything trains"
 
 
 def test_a_process_that_crashed_is_a_run_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

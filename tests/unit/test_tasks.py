@@ -133,7 +133,8 @@ def test_the_command_lists_tasks_and_prints_questions(capsys):
 
 def test_the_command_scores_by_id_and_by_question(capsys, tmp_path):
     questions = load_task("units").questions("valid", 8, 5)
-    rows = [{"id": q.id, "completion": q.solution} for q in questions[:3]]
+    behind = " No: <answer>-1</answer>"  # the task's `end` ended the answer
+    rows = [{"id": q.id, "completion": q.solution + behind} for q in questions[:3]]
     rows += [{"question": q.text, "completion": "<answer>-1</answer>"} for q in questions[3:6]]
     rows += [{"question": q.text, "completion": "I cannot say"} for q in questions[6:]]
     path = tmp_path / "answers.jsonl"

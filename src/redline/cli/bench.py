@@ -13,6 +13,7 @@ redline bench train --arm loop --against benchmarks/train_nvidia-h200_20261115.j
 
 import argparse
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from redline.bench.results import page_of, recorded, slower
 from redline.cli.options import ceilings_of, status
 from redline.config.load import load_recipe
-from redline.errors import ConfigError, MachineError
+from redline.errors import ConfigError, MachineError, StorageError
 from redline.machine.facts import read_facts
 from redline.plan.hardware import hardware_here
 from redline.record.files import read_json
@@ -99,6 +100,7 @@ def _train(options: argparse.Namespace) -> Path:
     facts = read_facts()
     if not facts.gpus and not options.recipe:
         raise MachineError("the full benchmark needs a GPU, but this machine has none: use --recipe nano")
+    _check_writable(options.out)
     from redline.bench.train import bench_train
 
     hardware = hardware_here(facts, ceilings_of(facts))
@@ -106,11 +108,19 @@ def _train(options: argparse.Namespace) -> Path:
     return bench_train(cases, hardware, facts, options.out, **blocks, progress=status)
 
 
+def _check_writable(out: Path) -> None:
+    """Refuse a folder before minutes of measuring, and not after."""
+    out.mkdir(parents=True, exist_ok=True)
+    if not os.access(out, os.W_OK):
+        raise StorageError(f"{out} cannot be written to; choose another path")
+
+
 def _measure(options: argparse.Namespace) -> Path:
     """Run a benchmark whose work is fixed: the room's module of that name measures it."""
     facts = read_facts()
     if not facts.gpus and not options.quick:
         raise MachineError("the full benchmark needs a GPU, but this machine has none: use --quick")
+    _check_writable(options.out)
     name, more = "quick" if options.quick else "full", {}
     if options.verb == "generate":
         more["ceilings"] = ceilings_of(facts)

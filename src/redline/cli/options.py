@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from redline.config.load import load_recipe, shipped
 from redline.config.recipe import Recipe
 from redline.data.build import prepare
+from redline.data.shards import Manifest
 from redline.errors import ConfigError, need
 from redline.launch.processes import LAUNCHER
 from redline.machine.facts import MachineFacts
@@ -113,11 +114,13 @@ def on_ray(options: argparse.Namespace) -> "OnRay | None":
     return OnRay(workers=options.workers, address=options.ray_address)
 
 
-def tokenise(recipe: Recipe) -> None:
-    """Tokenise the pre-training corpus unless that is done, and show progress: no measurement may include it. A stream is
-    tokenised as it is read."""
-    if recipe.workload == "pretrain" and not recipe.data.stream:
-        prepare(recipe.data, recipe.model.vocab_size, progress=byte_progress("tokenising"))
+def tokenise(recipe: Recipe) -> str | None:
+    """Tokenise the pre-training corpus unless that is done, and show progress: no measurement may include it. Returns the
+    data's fingerprint; None for a stream, which is tokenised as it is read, and for other workloads."""
+    if recipe.workload != "pretrain" or recipe.data.stream:
+        return None
+    folder = prepare(recipe.data, recipe.model.vocab_size, progress=byte_progress("tokenising"))
+    return Manifest.load(folder).fingerprint
 
 
 def print_json(value: Any) -> None:

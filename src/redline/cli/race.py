@@ -54,7 +54,9 @@ def run(options: argparse.Namespace) -> int:
             " changed since, so this compares the recipes too"
         )
     ceilings_of(facts)  # otherwise the first run's start-up would include measuring them
-    tokenise(arms[0].recipe)
+    tokens = tokenise(arms[0].recipe)
+    if before:
+        gate.check_tokens(tokens, before)
     result = race.race(
         arms,
         options.out,

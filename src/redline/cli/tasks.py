@@ -19,7 +19,7 @@ from redline.record.units import format_share, visible
 from redline.report.grid import show
 from redline.tasks.pool import Pool
 from redline.tasks.registry import TASKS, load_task
-from redline.tasks.task import Question, json_lines, prompt_text, shares
+from redline.tasks.task import Question, Task, json_lines, prompt_text, shares
 
 ARGUMENTS = """
 [TASK]          a task's name, or a file of your own and its function: my_task.py:make
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
     count = 10 if options.count is None and options.score is None else options.count
     questions = task.questions(options.split, count, options.seed or 0)
     if options.score is not None:
-        _score(options, questions)
+        _score(options, task, questions)
     elif options.json:
         print_json([_shown(question, prompt_text(task, question)) for question in questions])
     else:
@@ -63,8 +63,8 @@ def _shown(question: Question, prompt: str) -> dict[str, Any]:
     return {"id": named.pop("id"), "question": named.pop("text"), **named, "prompt": prompt}
 
 
-def _score(options: argparse.Namespace, questions: list[Question]) -> None:
-    items = _answers(options, questions)
+def _score(options: argparse.Namespace, task: Task, questions: list[Question]) -> None:
+    items = [(question, task.answer_of(said)) for question, said in _answers(options, questions)]
     # starting a worker costs as much as thousands of cheap verdicts
     workers = min(cpu_cores(), 1 + len(items) // 1000)
     with Pool(options.task, options.data, workers=workers) as pool:

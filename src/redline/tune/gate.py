@@ -51,10 +51,15 @@ def changed(arms: Sequence[Arm], before: Result) -> list[str]:
     return [arm.name for arm in arms if then.get(arm.name) not in (None, arm.recipe.fingerprint)]
 
 
+def check_tokens(tokens: str | None, before: Result) -> None:
+    """Refuse a record of other tokens than those with this fingerprint."""
+    if None not in (tokens, before.tokens) and tokens != before.tokens:
+        raise ConfigError("the data has changed since the record was made: record a race on this data first")
+
+
 def slower_than(result: Result, before: Result) -> list[str]:
     """The recipes slower than in the recorded race, beyond the interval over the seeds; refuses one on other data."""
-    if None not in (result.tokens, before.tokens) and result.tokens != before.tokens:
-        raise ConfigError("the data has changed since the record was made: record a race on this data first")
+    check_tokens(result.tokens, before)
     then = {lane.name: lane for lane in before.lanes if lane.curves}
     both = [(lane, then[lane.name]) for lane in result.lanes if lane.name in then]
     return [why for pair in both if (why := _slower(*pair))]
