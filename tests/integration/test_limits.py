@@ -17,7 +17,7 @@ TINY = [
     "model.context_length=32", "data.seq_len=32", "train.batch_size=4", "train.steps=16", "train.warmup_steps=0",
     "data.valid_fraction=0.2",
 ]  # fmt: skip
-WRONG = "(the limit was measured too low)"
+WRONG = "(so the limit is too low)"
 
 
 def test_a_run_that_beats_its_ceiling_says_so(

@@ -595,7 +595,7 @@ def test_a_plan_of_another_version_is_shown(tmp_path: Path) -> None:
 
 
 def test_words_about_a_wrong_limit_are_in_the_note_of_a_tile() -> None:
-    note = "of the peak (the limit was measured too low)"
+    note = "of the peak (so the limit is too low)"
     assert view._limit_tile("MFU", 1.901, "of the peak") == view.Tile("MFU", format_share(1.901), note)
     assert view._limit_tile("MFU", 0.5, "of the peak") == view.Tile("MFU", format_share(0.5), "of the peak")
     assert view._limit_tile("MFU", None, "of the peak").value == DASH

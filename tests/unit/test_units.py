@@ -63,7 +63,7 @@ def test_rate_and_share() -> None:
     assert format_rate(41_234, "tok") == "41.2k tok/s"
     assert format_rate(None, "tok") == format_share(None) == "–"
     assert [format_limit_share(share, "of it") for share in (None, 0.468, 1, 2.005)] == [
-        "– of it", "46.8% of it", "100.0% of it", "200.5% of it (the limit was measured too low)",
+        "– of it", "46.8% of it", "100.0% of it", "200.5% of it (so the limit is too low)",
     ]  # fmt: skip
     assert [format_share(share) for share in (0, 0.4684, 1, 12, math.nan)] == [
         "0.0%",

@@ -58,7 +58,7 @@ def format_share(share: float | None) -> str:
 def format_limit_share(share: float | None, of: str = "") -> str:
     """`46.8% of the ceiling`: a share of what the hardware can do. Over 100%, the limit must be wrong."""
     text = f"{format_share(share)} {of}".rstrip()
-    return f"{text} (the limit was measured too low)" if share is not None and share > 1 else text
+    return f"{text} (so the limit is too low)" if share is not None and share > 1 else text
 
 
 def format_duration(duration_s: float | None) -> str:
