@@ -749,6 +749,18 @@ def test_a_compressed_log_with_a_byte_changed_is_refused(
             read(path)
 
 
+@pytest.mark.parametrize("beyond", ["1e308", "1e61", "-1e300"])
+def test_figures_that_no_training_reaches_are_not_there(beyond: str, tmp_path: Path) -> None:
+    """Their squares are infinite, and one over them squared is 0: means and spreads would end in a traceback."""
+    usual, huge = '"loss": 3.0, "step_time": 0.5, "tokens": 1000', f'"loss": {beyond}, "step_time": {beyond}'
+    tiny = '"loss": 3.0, "step_time": 1e-300, "tokens": 1e-300'
+    lines = [f'{{"step": {step}, {(usual, huge, tiny)[step % 3]}}}' for step in range(1, 31)]
+    observed = read(text_file(tmp_path, "\n".join(lines), "log.jsonl"), columns={"step_s": "step_time:s"})
+    diagnose(observed)
+    assert {s.step_s for s in observed.steps} == {0.5, None}
+    assert observed.median("step_s") == 0.5
+
+
 def test_half_a_last_line_and_a_broken_one_are_left_out_and_counted(tmp_path: Path) -> None:
     whole = (LOGS / "verl.jsonl").read_text()
     assert len(read(text_file(tmp_path, whole[:-200], "live.jsonl")).steps) == 19

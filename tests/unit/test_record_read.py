@@ -2,6 +2,7 @@
 hold anything at all."""
 
 import json
+import math
 import os
 from pathlib import Path
 from statistics import median
@@ -112,9 +113,11 @@ class TestDamage:
         else:
             assert (verb, name) == ("diagnose", "recipe.toml"), "it can do without a recipe"
 
-    def test_a_number_too_large_for_a_float_is_not_one(self) -> None:
-        assert number(10**400) is None
-        assert number(10**300) == 1e300
+    def test_a_number_that_no_training_reaches_is_not_one(self) -> None:
+        assert [number(10**400), number(1e61), number(-1e308), number(math.inf), number(math.nan)] == [
+            None
+        ] * 5
+        assert [number(10**60), number(-1e-60), number(1e-61), number(0)] == [1e60, -1e-60, 0.0, 0.0]
 
     @pytest.mark.parametrize("verb", ["report", "diagnose", "watch"])
     def test_empty_files_are_a_run_of_nothing(self, tmp_path: Path, capsys, verb) -> None:

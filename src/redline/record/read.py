@@ -17,7 +17,6 @@ watched loops have plans too. Left out: checkpoints, and samples.db (rft/store.p
 """
 
 import math
-import sys
 import time
 from bisect import bisect_left
 from dataclasses import dataclass, replace
@@ -259,10 +258,16 @@ def metrics_path(run: Path) -> Path:
 # ---- values of a record, whatever it holds ----
 
 
+LARGEST = 1e60
+"""No training gets there (fp32 ends at 3e38), and beyond it variances overflow: damage."""
+
+
 def number(value: Any) -> float | None:
-    """A finite number, or None for anything else."""
+    """A number of at most LARGEST, or None for anything else; one over more than that is 0."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if plain and abs(value) <= sys.float_info.max else None
+    if not plain or not abs(value) <= LARGEST:
+        return None
+    return float(value) if abs(value) >= 1 / LARGEST else 0.0
 
 
 def table(value: Any) -> dict[str, Any]:

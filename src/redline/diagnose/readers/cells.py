@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from redline.record.read import number as plain_number
+
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 BYTES = {"": 1.0, "b": 1.0} | {f"{letter}b": 1e3**power for power, letter in enumerate("kmgt", 1)}
 BYTES |= {f"{letter}ib": 1024.0**power for power, letter in enumerate("kmgt", 1)}
@@ -37,6 +39,8 @@ def number(raw: Any) -> float | None:
         value = float(raw.replace("nan.0", "nan") if isinstance(raw, str) else raw)  # NeMo's bar
     except (TypeError, ValueError, OverflowError):
         return None
+    if math.isfinite(value):
+        return plain_number(value)
     # 400 digits are neither a number of a trainer nor infinity
     return None if math.isinf(value) and isinstance(raw, str) and raw.lstrip("+-")[:1].isdigit() else value
 
@@ -66,4 +70,4 @@ def amount(text: str, units: Mapping[str, float]) -> float | None:
     if found is None or (factor := units.get(found[2].lower())) is None:
         return None
     value = float(found[1].replace(",", "")) * factor
-    return value if value < math.inf else None
+    return plain_number(value)
