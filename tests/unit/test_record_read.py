@@ -117,7 +117,7 @@ class TestDamage:
         assert [number(10**400), number(1e61), number(-1e308), number(math.inf), number(math.nan)] == [
             None
         ] * 5
-        assert [number(10**60), number(-1e-60), number(1e-61), number(0)] == [1e60, -1e-60, 0.0, 0.0]
+        assert [number(1e60), number(-2e-60), number(1e-61), number(0)] == [1e60, -2e-60, 0.0, 0.0]
 
     @pytest.mark.parametrize("verb", ["report", "diagnose", "watch"])
     def test_empty_files_are_a_run_of_nothing(self, tmp_path: Path, capsys, verb) -> None:
