@@ -5,6 +5,7 @@ What a speed is, its interval and the updates it leaves out are defined in recor
 recorded is None and is shown as a dash.
 """
 
+from statistics import median
 from typing import NamedTuple
 
 from redline.record.metrics import METRICS, PHASES
@@ -155,10 +156,17 @@ def _training_parts(run: Run) -> list[TimePart]:
 
 
 def _warm_up(run: Run) -> tuple[int, float]:
-    """The first updates of each attempt: how many, and how much longer they took than the median of the others."""
-    warm, typical_s = {line["step"] for line in run.warm}, run.typical("step_s")
-    cold = values([line for line in run.metrics if line["step"] not in warm], "step_s")
-    return len(cold), max(0.0, sum(cold) - len(cold) * typical_s) if typical_s is not None else 0.0
+    """The first updates of each attempt: how many, and how much longer they took than the median of the others. Neither
+    counts the wait for data, which is a part of its own."""
+    first = {line["step"] for line in run.metrics} - {line["step"] for line in run.warm}
+    cold, warm = ([line for line in run.metrics if (line["step"] in first) is it] for it in (True, False))
+    own_s = [_own_s(line) for line in cold]
+    return len(cold), max(0.0, sum(own_s) - len(cold) * median(map(_own_s, warm))) if warm else 0.0
+
+
+def _own_s(line: Line) -> float:
+    """Time of an update without its wait for data."""
+    return (number(line.get("step_s")) or 0.0) - (number(line.get("data_wait_s")) or 0.0)
 
 
 def _update_parts(run: Run, update_s: float) -> list[TimePart]:
