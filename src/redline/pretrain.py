@@ -29,6 +29,7 @@ from redline.plan.plan import Plan
 from redline.record import startup
 from redline.record.run import RunFolder
 from redline.train.execution import build, check_device
+from redline.train.instruments import limit_shares
 from redline.train.loop import Outcome, Trainer
 from redline.train.objective import Job, Position, Sequences
 from redline.train.open_run import OpenRun, Watching, open_run
@@ -103,8 +104,7 @@ def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened:
         if line["step"] > train.length_ramp_steps:
             return {}
         piece, whole = (attention_flops(recipe.model, length) for length in (seq_len // PIECES, seq_len))
-        less = 1 - (whole - piece) / plan.prediction.flops_per_token
-        return {name: line[name] * less for name in ("mfu", "ceiling_share") if line.get(name) is not None}
+        return limit_shares(line, 1 - (whole - piece) / plan.prediction.flops_per_token)
 
     return Job(
         recipe=recipe,
