@@ -86,6 +86,15 @@ class TestFigures:
         assert parts["data wait"] == pytest.approx(3 + 39 * 0.05)
         assert sum(parts.values()) == pytest.approx(27.75)
 
+    def test_the_time_before_a_fork_is_no_validation(self, tmp_path: Path) -> None:
+        """A fork counts on from its parent, here from update 100 and 90 seconds."""
+        made = [line | {"step": line["step"] + 100, "elapsed_s": line["elapsed_s"] + 90} for line in lines()]
+        begun = EVENTS[0] | {"event": "resume", "step": 100}
+        ended = EVENTS[3] | {"elapsed_s": EVENTS[3]["elapsed_s"] + 90}
+        parts = spent(write_run(tmp_path / "a", metrics=made, events=[begun, *EVENTS[1:3], ended]))
+        whole = spent(write_run(tmp_path / "b"))
+        assert parts == pytest.approx(whole | {"before the fork": 90.0})
+
     @pytest.mark.parametrize(("updates", "left_out"), [(40, 5), (6, 2)])
     def test_it_says_how_many_first_updates_it_leaves_out(self, tmp_path: Path, updates, left_out) -> None:
         path = write_run(tmp_path / "a", metrics=lines(updates), events=EVENTS[:1])
