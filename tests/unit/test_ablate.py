@@ -21,7 +21,6 @@ from redline.optimizations.catalogue import find, study
 from redline.plan.arithmetic import flops_per_token
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import PLANNED, Hardware
-from redline.plan.planner import make_plan
 from redline.record.units import exact, factor
 from redline.report.ablation import ablation
 from redline.report.grid import Output
@@ -265,25 +264,22 @@ def test_mfu_counts_what_a_workload_computes() -> None:
         ("generate", lora): 2 * weights + scores / 3,
     }
     for (workload, adapter), flops in expected.items():
-        found = mfu(replace(row, workload=workload), replace(RECIPE, lora=adapter), H200)
+        found = mfu(replace(row, workload=workload), replace(RECIPE, lora=adapter), H200, T)
         assert found == pytest.approx(1000 * flops / peak, rel=1e-9)
-    assert mfu(replace(row, tokens_per_s=None), RECIPE, H200) is None
-    assert mfu(row, RECIPE, CPU) is None, "no peak is known"
+    assert mfu(replace(row, tokens_per_s=None), RECIPE, H200, T) is None
+    assert mfu(row, RECIPE, CPU, T) is None, "no peak is known"
 
 
 def test_lora_of_a_pretraining_recipe_is_counted_as_the_trial_computes_it(tmp_path: Path) -> None:
-    rows = ablate(
-        RECIPE,
-        "seeds/003",
-        H200,
-        tmp_path,
-        minutes=1000,
-        progress=lambda text: None,
-        children=Lab(by_the_book),
-    )
+    """With adapters, and in rows as long as those of the trial, not as the longest that the recipe allows."""
+    rehearsal = rehearsed(RECIPE)
+    length = 100
+    tokens = length * rehearsal.train.batch_size
+    lab = Lab(lambda trial: measured(1.0, tokens=tokens))
+    rows = ablate(RECIPE, "seeds/003", H200, tmp_path, minutes=1000, progress=lambda text: None, children=lab)
     found = [row for row in rows if row.workload == "finetune" and row.mfu is not None]
     assert found
-    flops = make_plan(rehearsed(RECIPE), H200).prediction.flops_per_token
+    flops = flops_per_token(RECIPE.model, length, rehearsal.lora)
     for row in found:
         assert row.mfu == pytest.approx((row.tokens_per_s or 0) * flops / 989e12)
 
