@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from redline.config.recipe import IGNORED, DataConfig
@@ -28,13 +29,34 @@ from redline.train.restore import Opened
 
 
 @dataclass(frozen=True)
+class Text:
+    """What lies behind the tokens that a loss is a mean over."""
+
+    words: int
+    """Runs of characters between white space."""
+    size_bytes: int
+
+
+def text_of(dataset: TokenDataset, tokenizer: Tokenizer, *, seq_len: int, sequences: int) -> Text:
+    """The text of the targets of `held_out_loss`, document by document: a word or a character may lie on the border of
+    two windows, and the token that ends a document is no text."""
+    count = min(sequences, dataset.windows(seq_len))
+    targets = dataset.read_windows(np.arange(count), seq_len)[:, 1:].reshape(-1)
+    ends = targets == tokenizer.eot_id
+    documents = np.split(targets[~ends], np.cumsum(~ends)[ends])
+    texts = tokenizer.decode_batch([document.tolist() for document in documents])
+    sizes = (len(text.encode(errors="replace")) for text in texts)
+    return Text(words=sum(len(text.split()) for text in texts), size_bytes=max(1, sum(sizes)))
+
+
+@dataclass(frozen=True)
 class HeldOut:
     loss: float
     """Nats per token."""
     tokens: int
     bytes_per_token: float
     words: int = 0
-    """Runs of characters between white space in the text of those tokens; 0: not counted."""
+    """Of the text of those tokens; 0: not counted."""
 
     def metrics(self) -> dict[str, float]:
         """Under the record's names. Perplexity is capped at 1e300, because JSON has no infinity."""
@@ -58,21 +80,22 @@ def held_out_loss(
     sequences: int,
     micro_batch: int,
     process: Process,
-    tokenizer: Tokenizer | None = None,
+    text: Text | None = None,
 ) -> HeldOut:
-    """Mean loss over the first `sequences` windows of the data set, each read once, over all processes."""
-    total, count, words = torch.zeros((), dtype=torch.float64, device=process.device), 0, 0
+    """Mean loss over the first `sequences` windows of the data set, each read once, over all processes. Without their
+    `text`, the bytes of a token are the mean of the whole split, which may differ by some percent."""
+    total, count = torch.zeros((), dtype=torch.float64, device=process.device), 0
     sizes = {"seq_len": seq_len, "sequences": sequences, "micro_batch": micro_batch}
     batches = valid_batches(dataset, **sizes, rank=process.rank, world_size=process.world_size)
     with eagerly(), _in_pieces(model):
         for inputs_BT, targets_BT in batches:
             total += model(inputs_BT.to(process.device), targets_BT.to(process.device))
             count += int((targets_BT != IGNORED).sum())
-            if tokenizer is not None:
-                rows = [[t for t in row if t != IGNORED] for row in targets_BT.tolist()]
-                words += sum(len(text.split()) for text in tokenizer.decode_batch(rows))
-    tokens, words = process.sum(float(count)), int(process.sum(float(words)))
-    return HeldOut(process.sum(total.item()) / tokens, int(tokens), dataset.bytes_per_token, words)
+    tokens = int(process.sum(float(count)))
+    loss = process.sum(total.item()) / tokens
+    if text is None:
+        return HeldOut(loss, tokens, dataset.bytes_per_token)
+    return HeldOut(loss, tokens, text.size_bytes / tokens, text.words)
 
 
 @contextmanager
@@ -111,8 +134,9 @@ def evaluate_opened(
     dataset.need_window(seq_len)
     check_vocab(dataset.vocab_size, model.config.vocab_size)
     process = Process(0, 1, model.embed.weight.device)
-    how = {"seq_len": seq_len, "sequences": sequences, "micro_batch": 8}
-    return held_out_loss(model, dataset, **how, process=process, tokenizer=opened.tokenizer)
+    read = {"seq_len": seq_len, "sequences": sequences}
+    text = text_of(dataset, opened.tokenizer, **read)
+    return held_out_loss(model, dataset, **read, micro_batch=8, process=process, text=text)
 
 
 def _held_out(opened: Opened, source: str | None, text_field: str, *, tokens: int) -> TokenDataset:

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,9 +31,11 @@ from redline.model.huggingface import architecture
 from redline.model.huggingface_out import write_folder
 from redline.model.lora import add_lora
 from redline.model.transformer import Transformer
+from redline.plan.arithmetic import flops_per_token
 from redline.plan.plan import Plan
 from redline.train.adapter import check_family, write_adapter
 from redline.train.execution import COMPUTE_DTYPE, check_device, eagerly, equip, strip_compiled
+from redline.train.instruments import limit_shares
 from redline.train.loop import Outcome, Trainer
 from redline.train.objective import Job
 from redline.train.open_run import OpenRun, Watching, open_run
@@ -109,6 +112,15 @@ def job_of(
         even=process.world_size > 1,
     )
     equip(model, plan)
+    trains = (recipe.lora, recipe.feedback)
+
+    def derived(line: dict[str, Any]) -> dict[str, Any]:
+        """The plan does not know the rows, and counts the attention of each as that of the longest row allowed."""
+        own = updates[(line["step"] - 1) % len(updates)]  # a trial begins again after the last
+        lengths = [example.length for example in own]
+        flops = sum(length * flops_per_token(config, length, *trains) for length in lengths)
+        return limit_shares(line, flops / (sum(lengths) * plan.prediction.flops_per_token))
+
     return Job(
         recipe=recipe,
         plan=plan,
@@ -119,6 +131,7 @@ def job_of(
         data_fingerprint=fingerprint(examples),
         opened=opened or OpenRun(),
         validate=_validation(valid, process) if valid else None,
+        derived=derived,
     )
 
 

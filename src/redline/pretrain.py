@@ -9,6 +9,7 @@ follow it.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from redline.data.shards import Manifest, TokenDataset, check_vocab
 from redline.data.stream import TokenStream
 from redline.data.tokenizer import Tokenizer, load_tokenizer
 from redline.errors import ConfigError
-from redline.evaluate import held_out_loss
+from redline.evaluate import held_out_loss, text_of
 from redline.model.transformer import Transformer
 from redline.model.weights import load_weights
 from redline.plan.arithmetic import attention_flops
@@ -28,6 +29,7 @@ from redline.plan.plan import Plan
 from redline.record import startup
 from redline.record.run import RunFolder
 from redline.train.execution import build, check_device
+from redline.train.instruments import limit_shares
 from redline.train.loop import Outcome, Trainer
 from redline.train.objective import Job, Position, Sequences
 from redline.train.open_run import OpenRun, Watching, open_run
@@ -102,8 +104,7 @@ def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened:
         if line["step"] > train.length_ramp_steps:
             return {}
         piece, whole = (attention_flops(recipe.model, length) for length in (seq_len // PIECES, seq_len))
-        less = 1 - (whole - piece) / plan.prediction.flops_per_token
-        return {name: line[name] * less for name in ("mfu", "ceiling_share") if line.get(name) is not None}
+        return limit_shares(line, 1 - (whole - piece) / plan.prediction.flops_per_token)
 
     return Job(
         recipe=recipe,
@@ -179,17 +180,11 @@ def _validation(
 ) -> Callable[[Transformer, int], dict[str, float]] | None:
     if (valid := corpus.valid) is None:
         return None
+    read = {"seq_len": recipe.data.seq_len, "sequences": recipe.train.eval_sequences}
+    text = cache(lambda: text_of(valid, corpus.tokenizer, **read))  # every validation reads the same
 
     def validate(model: Transformer, micro_batch: int) -> dict[str, float]:
-        found = held_out_loss(
-            model,
-            valid,
-            seq_len=recipe.data.seq_len,
-            sequences=recipe.train.eval_sequences,
-            micro_batch=micro_batch,
-            process=process,
-            tokenizer=corpus.tokenizer,
-        )
+        found = held_out_loss(model, valid, **read, micro_batch=micro_batch, process=process, text=text())
         return found.metrics()
 
     return validate

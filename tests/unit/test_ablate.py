@@ -13,6 +13,7 @@ from lab import Behaviour, Lab
 
 from redline.cli.main import main
 from redline.config.load import build, load_recipe
+from redline.config.recipe import LoraConfig
 from redline.errors import ConfigError, StorageError
 from redline.machine.facts import read_facts
 from redline.measure.trial import GenerationSwitches, Timing, Trial, trial_key
@@ -25,7 +26,7 @@ from redline.report.ablation import ablation
 from redline.report.grid import Output
 from redline.report.terminal import print_ablation
 from redline.tune.ablate import PUT_OFF, AblationRow, ablate, mfu
-from redline.tune.arms import UpdateArms, arms_for, naive
+from redline.tune.arms import UpdateArms, arms_for, naive, rehearsed
 from redline.tune.quality import Judge, Quality
 from redline.tune.waterfall_table import COLUMNS, cells, markdown
 
@@ -248,15 +249,39 @@ def test_a_guide_starts_where_it_starts_and_is_quoted_alone(tmp_path: Path) -> N
 
 
 def test_mfu_counts_what_a_workload_computes() -> None:
-    """Training: 6 FLOPs a weight and token and the scores of attention; a third of it forward, two thirds
-    without the gradients of weights."""
-    flops, peak = flops_per_token(RECIPE.model, RECIPE.data.seq_len), 989e12
+    """Training: 6 FLOPs a weight and token and the scores of attention, of which a third is forward. Adapters spare the
+    gradients of frozen weights and nothing of attention, and have products of their own: as the plan counts it."""
+    model, T, peak = RECIPE.model, RECIPE.data.seq_len, 989e12
+    D, F = model.hidden_size, model.ffn_size
+    weights = model.num_layers * (4 * D * D + 3 * D * F) + model.vocab_size * D  # SwiGLU has three matrices
+    scores = 12 * model.num_layers * D * T
+    lora, adapters = LoraConfig(rank=4, targets=("q",)), model.num_layers * 4 * 2 * D
     row = replace(ROW, tokens_per_s=1000.0)
-    for workload, thirds in (("train", 3), ("finetune", 2), ("generate", 1)):
-        found = mfu(replace(row, workload=workload), RECIPE, H200)
-        assert found == pytest.approx(1000 * flops * thirds / 3 / peak, rel=1e-3)
-    assert mfu(replace(row, tokens_per_s=None), RECIPE, H200) is None
-    assert mfu(row, RECIPE, CPU) is None, "no peak is known"
+    expected = {
+        ("train", None): 6 * weights + scores,
+        ("finetune", None): 6 * weights + scores,
+        ("finetune", lora): 4 * weights + 6 * adapters + scores,
+        ("generate", lora): 2 * weights + scores / 3,
+    }
+    for (workload, adapter), flops in expected.items():
+        found = mfu(replace(row, workload=workload), replace(RECIPE, lora=adapter), H200, T)
+        assert found == pytest.approx(1000 * flops / peak, rel=1e-9)
+    assert mfu(replace(row, tokens_per_s=None), RECIPE, H200, T) is None
+    assert mfu(row, RECIPE, CPU, T) is None, "no peak is known"
+
+
+def test_lora_of_a_pretraining_recipe_is_counted_as_the_trial_computes_it(tmp_path: Path) -> None:
+    """With adapters, and in rows as long as those of the trial, not as the longest that the recipe allows."""
+    rehearsal = rehearsed(RECIPE)
+    length = 100
+    tokens = length * rehearsal.train.batch_size
+    lab = Lab(lambda trial: measured(1.0, tokens=tokens))
+    rows = ablate(RECIPE, "seeds/003", H200, tmp_path, minutes=1000, progress=lambda text: None, children=lab)
+    found = [row for row in rows if row.workload == "finetune" and row.mfu is not None]
+    assert found
+    flops = flops_per_token(RECIPE.model, length, rehearsal.lora)
+    for row in found:
+        assert row.mfu == pytest.approx((row.tokens_per_s or 0) * flops / 989e12)
 
 
 def test_a_change_that_fails_the_guard_is_never_kept(tmp_path: Path) -> None:

@@ -220,6 +220,24 @@ def test_the_pause_after_the_last_update_counts(tmp_path: Path) -> None:
     )
 
 
+def test_pauses_of_a_fork_are_a_share_of_its_own_time(tmp_path: Path) -> None:
+    """The same 8 of 48, though it counts on from its parent's 1,000 updates, which took as long as 2,000 of its own."""
+    paper = Paper(tmp_path)
+    step_s = 1.02 * paper.floor_s
+    lines = [
+        {**line, "step": step + 1000, "elapsed_s": (2000 + step + (4 if step > 20 else 0)) * step_s}
+        for line in paper.lines(step_s)
+        for step in [line["step"]]
+    ]
+    events = [
+        {"event": "resume", "step": 1000},
+        *({"event": "validation", "step": step} for step in (1020, 1040)),
+        {"event": "end", "step": 1040, "elapsed_s": 2048 * step_s},
+    ]
+    (found,) = paper.found(lines, events)
+    assert found.title == "Validation takes 17% of the run"
+
+
 def test_a_wait_that_the_gpu_did_not_feel_is_no_cause(tmp_path: Path) -> None:
     """The host waited half of the time, but the GPU was busy with the update before."""
     paper = Paper(tmp_path)

@@ -13,8 +13,9 @@ from precision import CLOSE
 from redline.config.load import load_recipe
 from redline.config.recipe import ModelConfig
 from redline.data.shards import TokenDataset
+from redline.data.tokenizer import train_bpe
 from redline.errors import ConfigError
-from redline.evaluate import HeldOut, evaluate_opened, held_out_loss
+from redline.evaluate import HeldOut, Text, evaluate_opened, held_out_loss, text_of
 from redline.model.transformer import Transformer, build_model
 from redline.train.process import Process
 
@@ -116,19 +117,25 @@ def test_perplexity_per_word_is_the_same_for_any_tokenizer():
     assert few["valid_perplexity"] == pytest.approx(math.exp(3))
 
 
-def test_words_are_counted_in_the_text_of_the_targets(model):
-    """Ids below 30 are the letters of words, the others white space."""
+def test_the_bytes_of_a_loss_are_those_of_its_text(model):
+    how = {"seq_len": 16, "sequences": 3, "micro_batch": 2, "process": ALONE}
+    found = held_out_loss(model, data(10 * 16), **how, text=Text(words=7, size_bytes=96))
+    assert (found.words, found.bytes_per_token) == (7, 2.0), "the split has 3 bytes a token"
 
-    class Letters:
-        def decode_batch(self, rows):
-            return ["".join("a" if i < 30 else " " for i in row) for row in rows]
 
-    dataset = data(3 * 16 + 1)
-    found = held_out_loss(
-        model, dataset, seq_len=16, sequences=3, micro_batch=2, process=ALONE, tokenizer=Letters()
-    )
-    rows = dataset.read_windows(np.arange(3), 16)[:, 1:]
-    assert found.words == sum(len("".join("a" if i < 30 else " " for i in row).split()) for row in rows)
+def test_words_and_bytes_are_those_of_the_targets_and_of_nothing_else():
+    """Every token is a byte, so a window of 16 cuts words and characters, and a document may begin inside it. The rest of
+    the split is denser, so its mean bytes per token would be wrong."""
+    tokenizer = train_bpe(iter(["a"]), vocab_size=257)
+    texts = ["A Привет, мир: one two.", "three", "четыре пять\nsix  seven eight nine ten"]
+    documents = tokenizer.encode_documents(texts)
+    assert [len(ids) for ids in documents] == [len(text.encode()) + 1 for text in texts]
+    ids = np.concatenate([np.concatenate(documents)[: 1 + 5 * 16], np.full(60, documents[0][0])])
+    dataset = TokenDataset("made up", [ids[:40], ids[40:]], vocab_size=257, bytes_of_text=9 * len(ids))
+    told = b"\n".join(text.encode() for text in texts)[1 : 1 + 5 * 16]
+    text = text_of(dataset, tokenizer, seq_len=16, sequences=5)
+    assert text.words == len(told.decode(errors="replace").split())
+    assert text.size_bytes == len(told) - 2, "two documents end"
 
 
 def test_a_checkpoint_of_fine_tuning_has_no_validation_split_of_its_own(model):

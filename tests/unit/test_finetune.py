@@ -84,6 +84,26 @@ def examples(count: int = 27, seed: int = 0) -> list[Example]:
     ]
 
 
+def test_mfu_counts_the_attention_of_the_rows_there_are(tmp_path: Path) -> None:
+    """The plan can only assume rows as long as the context, which would be three times these products in attention."""
+    data = examples()
+    config = settings(batch_size=len(data))  # one update holds them all
+    recipe = Recipe(name="test", workload="finetune", model=CONFIG, train=config)
+    plan = make_plan(recipe, hardware_here(replace(read_facts(), gpus=()), None))
+    model = model_of("full")
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+
+    def flops(length: int) -> int:
+        return length * (6 * weights + 12 * CONFIG.num_layers * CONFIG.hidden_size * length)
+
+    job = job_of(model, data, recipe, plan, Process(0, 1, torch.device("cpu")))
+    read = [len(one.prompt) + len(one.answer) - 1 for one in data]
+    assumed = sum(read) * flops(CONFIG.context_length) / CONFIG.context_length
+    for step in (1, 2, 7):  # a trial goes on after the last of the two epochs
+        found = job.derived({"step": step, "mfu": 0.5, "ceiling_share": None})
+        assert found == {"mfu": pytest.approx(0.5 * sum(map(flops, read)) / assumed)}
+
+
 def model_of(method: str) -> Transformer:
     model = build_model(CONFIG, device="cpu", seed=0)
     if method == "lora":

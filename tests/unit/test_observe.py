@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import redline
 from redline.config.recipe import ModelConfig
@@ -459,6 +460,21 @@ def test_flops_are_those_of_the_arithmetic() -> None:
         parameter.requires_grad = False  # as LoRA does: two thirds of the work of a frozen weight are left
     frozen = arithmetic.parameters(shape).hidden
     assert facts.flops_per_token(model, 64)[0] == arithmetic.flops_per_token(shape, 64) - 2 * frozen
+
+
+def test_attention_may_be_wider_than_the_model() -> None:
+    """Qwen3 and Gemma give their heads a size of their own. Torch counts the forward pass, a third of training."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=100, num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=24, intermediate_size=48, tie_word_embeddings=True, attn_implementation="eager",
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 64, dtype=torch.int64))
+    rotation = 2 * 12 * 64  # the angles: half of a head for every position
+    assert 64 * facts.flops_per_token(model, 64)[0] == 3 * (counter.get_total_flops() - rotation)
 
 
 def test_a_gpu_gives_an_mfu_and_a_slow_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

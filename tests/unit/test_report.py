@@ -75,6 +75,26 @@ class TestFigures:
         )
         assert sum(parts.values()) == pytest.approx(27.75)
 
+    def test_a_wait_for_the_first_batch_is_no_part_of_the_first_updates(self, tmp_path: Path) -> None:
+        """It was counted twice, and the phases of the updates that much too short."""
+        made = lines()
+        made[0]["data_wait_s"] = 3.0
+        parts = spent(write_run(tmp_path / "a", metrics=made))
+        first_s = (4 - 3) + 4 * (1 - 0.05) - 5 * (0.5 - 0.05)
+        assert parts["updates"] == pytest.approx(40 * (0.5 - 0.05))
+        assert parts["first updates"] == pytest.approx(first_s)
+        assert parts["data wait"] == pytest.approx(3 + 39 * 0.05)
+        assert sum(parts.values()) == pytest.approx(27.75)
+
+    def test_the_time_before_a_fork_is_no_validation(self, tmp_path: Path) -> None:
+        """A fork counts on from its parent, here from update 100 and 90 seconds."""
+        made = [line | {"step": line["step"] + 100, "elapsed_s": line["elapsed_s"] + 90} for line in lines()]
+        begun = EVENTS[0] | {"event": "resume", "step": 100}
+        ended = EVENTS[3] | {"elapsed_s": EVENTS[3]["elapsed_s"] + 90}
+        parts = spent(write_run(tmp_path / "a", metrics=made, events=[begun, *EVENTS[1:3], ended]))
+        whole = spent(write_run(tmp_path / "b"))
+        assert parts == pytest.approx(whole | {"before the fork": 90.0})
+
     @pytest.mark.parametrize(("updates", "left_out"), [(40, 5), (6, 2)])
     def test_it_says_how_many_first_updates_it_leaves_out(self, tmp_path: Path, updates, left_out) -> None:
         path = write_run(tmp_path / "a", metrics=lines(updates), events=EVENTS[:1])
@@ -344,6 +364,18 @@ class TestComparison:
         assert (same.value, "not resolved" in str(same)) == (1, True)
         stood = [line | {"tokens_per_s": 0.0} for line in lines()]
         assert ratio(Summary(read_run(write_run(tmp_path / "c", metrics=stood))), steady) is None
+
+    def test_processes_of_the_same_code_differ_by_more_than_their_blocks_show(self, tmp_path: Path) -> None:
+        """Each run is steady to the digit, and yet 1.5% between two of them is no difference; 5% is."""
+        runs = [
+            Summary(read_run(write_run(tmp_path / f"{faster}", metrics=lines(faster=faster))))
+            for faster in (1.0, 1.015, 1.05)
+        ]
+        same, faster = (ratio(runs[0], run) for run in runs[1:])
+        assert "not resolved" in str(same)
+        assert "not resolved" not in str(faster)
+        assert faster is not None
+        assert (faster.low, faster.high) == (pytest.approx(1.05 * 0.98), pytest.approx(1.05 * 1.02))
 
     def test_folders_of_one_name_are_told_apart(self, tmp_path: Path) -> None:
         runs = read_runs([write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run")])

@@ -106,7 +106,12 @@ def flops_per_token(model: nn.Module, seq_len: int | None) -> tuple[int, str]:
                 weights[id(p)] = p
     total = sum((6 if p.requires_grad else 4) * p.numel() for p in weights.values())
     config = getattr(model, "config", None)
-    layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
+    shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim")
+    layers, width, heads, head_size = (getattr(config, name, None) for name in shape)
+    if isinstance(heads, int) and isinstance(
+        head_size, int
+    ):  # of some models wider than their residual stream
+        width = heads * head_size
     each = "6 per weight of a matrix product (4 if frozen)"
     if not seq_len:
         return total, f"{each}; attention not counted: a row's length is not known (run.batches shows it)"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from redline.config.differences import flat, unlike_data
+from redline.measure.statistics import APART_SPREAD
 from redline.record.read import Run, table, values
 from redline.record.units import factor
 from redline.report.figures import Summary
@@ -109,10 +110,12 @@ def _differences(tables: list[dict[str, Any]]) -> list[str]:
 
 
 def ratio(base: Summary, other: Summary) -> Ratio | None:
-    """Speed of `other` over that of `base`; the widest interval the two allow, since they did not take turns."""
+    """Speed of `other` over that of `base`; the widest interval the two allow, since they did not take turns, and what two
+    processes of the same code differ by."""
     a, b = base.speed.update, other.speed.update
     if a is None or b is None or not a.value or base.speed.unit != other.speed.unit:
         return None
     if not a.low or not a.high or b.low is None or b.high is None:
         return Ratio(b.value / a.value, None, None)
-    return Ratio(b.value / a.value, b.low / a.high, b.high / a.low)
+    low, high = b.low / a.high * (1 - APART_SPREAD), b.high / a.low * (1 + APART_SPREAD)
+    return Ratio(b.value / a.value, low, high)

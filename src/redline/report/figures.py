@@ -5,10 +5,11 @@ What a speed is, its interval and the updates it leaves out are defined in recor
 recorded is None and is shown as a dash.
 """
 
+from statistics import median
 from typing import NamedTuple
 
 from redline.record.metrics import METRICS, PHASES
-from redline.record.read import Line, Run, number, table, total, values
+from redline.record.read import Line, Run, first_step, number, table, total, values
 
 ALWAYS = {"forward_s", "backward_s", "optimizer_s"}
 """Phases that every update has, if it was split."""
@@ -143,22 +144,39 @@ def _training_parts(run: Run) -> list[TimePart]:
         return []
     (cold, first_s), wait_s = _warm_up(run), sum(values(run.metrics, "data_wait_s"))
     stalled_s = total(run.events, "checkpoint", "stalled_s")
-    rest = "validation" if run.told("validation") else "other"
+    rest, before_s = "validation" if run.told("validation") else "other", _before_fork_s(run)
     parts = [
         *_update_parts(run, step_s - first_s - wait_s),
         TimePart("data wait", wait_s, "waiting for the loader"),
         TimePart("first updates", first_s, f"compilation and warm-up beyond the median; updates: {cold}"),
         TimePart("checkpoints", stalled_s, "stalls of the loop; writing continues in parallel"),
-        TimePart(rest, total_s - step_s - stalled_s, "training time outside updates and checkpoints"),
+        TimePart(
+            rest, total_s - step_s - stalled_s - before_s, "training time outside updates and checkpoints"
+        ),
+        TimePart("before the fork", before_s, "training time of the run that this one was forked from"),
     ]
     return [part for part in parts if part.elapsed_s > 0]
 
 
+def _before_fork_s(run: Run) -> float:
+    """Up to where a fork begins: it goes on counting the training time of its parent."""
+    if not first_step(run.events):
+        return 0.0
+    return (number(run.metrics[0].get("elapsed_s")) or 0.0) - (number(run.metrics[0].get("step_s")) or 0.0)
+
+
 def _warm_up(run: Run) -> tuple[int, float]:
-    """The first updates of each attempt: how many, and how much longer they took than the median of the others."""
-    warm, typical_s = {line["step"] for line in run.warm}, run.typical("step_s")
-    cold = values([line for line in run.metrics if line["step"] not in warm], "step_s")
-    return len(cold), max(0.0, sum(cold) - len(cold) * typical_s) if typical_s is not None else 0.0
+    """The first updates of each attempt: how many, and how much longer they took than the median of the others. Neither
+    counts the wait for data, which is a part of its own."""
+    first = {line["step"] for line in run.metrics} - {line["step"] for line in run.warm}
+    cold, warm = ([line for line in run.metrics if (line["step"] in first) is it] for it in (True, False))
+    own_s = [_own_s(line) for line in cold]
+    return len(cold), max(0.0, sum(own_s) - len(cold) * median(map(_own_s, warm))) if warm else 0.0
+
+
+def _own_s(line: Line) -> float:
+    """Time of an update without its wait for data."""
+    return (number(line.get("step_s")) or 0.0) - (number(line.get("data_wait_s")) or 0.0)
 
 
 def _update_parts(run: Run, update_s: float) -> list[TimePart]:

@@ -238,7 +238,7 @@ def _verdict(label: str, differences: list[Difference]) -> str:
     parts = [f"better on {', '.join(better)}"] * bool(better) + [f"worse on {', '.join(worse)}"] * bool(worse)
     mean = fmean(one.value for one in differences)
     if not parts:
-        return f"No difference is resolved: {label} is {100 * mean:+.1f} points on average, within every interval."
+        return f"No difference is resolved: every interval contains 0. {label} is {100 * mean:+.1f} points on average."
     return f"{label} is {' and '.join(parts)}; {100 * mean:+.1f} points on average over {len(differences)} domains."
 
 

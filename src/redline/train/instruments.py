@@ -75,6 +75,11 @@ def training_rates(plan: Plan, *, rows: bool = False) -> Rates:
     return rates
 
 
+def limit_shares(line: dict[str, Any], factor: float) -> dict[str, float]:
+    """The shares of a line whose tokens take `factor` times the FLOPs that the plan counts."""
+    return {name: line[name] * factor for name in ("mfu", "ceiling_share") if line.get(name) is not None}
+
+
 def _phases(flight: _InFlight, clock: Clock) -> dict[str, float]:
     """Seconds of each phase, summed over the passes. Waits for other processes are taken out of their phase."""
     seconds: dict[str, float] = {}

@@ -46,8 +46,6 @@ RUNS = "runs"
 """The verdict on a change that runs where the state before it never did."""
 NOT_COMPARED = "not compared"
 """The verdict on a change if the state before it failed this time, though it had run."""
-THIRDS_OF_TRAINING = {"train": 3, "finetune": 2, "generate": 1}
-"""Thirds of the training FLOPs: forward, gradients of activations, gradients of weights (none with adapters)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,7 +351,11 @@ class _Waterfall:
     def _with_speed(self, row: AblationRow, measured: Measurement, state: Switches) -> AblationRow:
         memory_bytes = measured.memory.allocated_bytes if measured.memory else None
         row = replace(row, tokens_per_s=measured.tokens_per_s, memory_bytes=memory_bytes)
-        return replace(row, mfu=mfu(row, changed(self.recipe, state), self.hardware))
+        recipe = changed(self.arms.recipe, state)
+        length = longest_row(recipe)
+        if self.workload != "generate" and recipe.workload != "pretrain":  # a row is as long as its text
+            length = round(measured.tokens_per_step / recipe.rows_per_step)
+        return replace(row, mfu=mfu(row, recipe, self.hardware, length))
 
     def _compared(self, row: AblationRow, pair: Pair, after: Switches, *, runs: bool) -> AblationRow:
         """The row with what the pair says. `runs`: the state before is known to run, so its failure now is chance."""
@@ -388,12 +390,17 @@ class _Waterfall:
         return guard(against, pair.after, effect, precision=precision)
 
 
-def mfu(row: AblationRow, recipe: Recipe, hardware: Hardware) -> float | None:
+def mfu(row: AblationRow, recipe: Recipe, hardware: Hardware, length: int) -> float | None:
+    """The MFU of a row's speed in sequences of this length."""
     peak = hardware.peak_tflops.get("bf16")
     if row.tokens_per_s is None or peak is None:
         return None
-    a_token = flops_per_token(recipe.model, longest_row(recipe), candidates=recipe.train.softmax_candidates)
-    return row.tokens_per_s * THIRDS_OF_TRAINING[row.workload] / 3 * a_token / (peak * 1e12)
+    if row.workload == "generate":  # the forward pass is a third of training
+        a_token = flops_per_token(recipe.model, length) / 3
+    else:  # as a plan and a run's record count it
+        how = (recipe.lora, recipe.feedback, recipe.train.softmax_candidates)
+        a_token = flops_per_token(recipe.model, length, *how)
+    return row.tokens_per_s * a_token / (peak * 1e12)
 
 
 def brief(row: AblationRow) -> str:

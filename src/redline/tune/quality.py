@@ -7,8 +7,8 @@
 Both arms train to the end of a short budget with the same seeds, as `redline race` does, in folders that a second call
 finds again. Another plan must not be worse at the end by more than a margin: the validation loss, for RFT and RL the
 accuracy. Another training has to win on time: to the loss that all seeds of the arm before it reached at the end. The
-interval over the paired seeds has 90%, so each verdict is wrong once in 20 times at most. Left out: generation, whose
-guard compares log-probabilities.
+interval over the paired seeds has 90%, so a verdict is wrong once in 20 times at most; "worse" of another training, which
+losses or times may show, once in 15 (simulated). Left out: generation, whose guard compares log-probabilities.
 """
 
 import math
