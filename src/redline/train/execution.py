@@ -23,7 +23,7 @@ from redline.errors import MachineError, need
 from redline.model import transformer
 from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Plan
-from redline.plan.values import NEEDED_CAPABILITY
+from redline.plan.values import ALLOCATOR_VARIABLES, NEEDED_CAPABILITY
 from redline.record import startup
 from redline.record.files import cache_folder
 from redline.train.process import Process, shard
@@ -49,12 +49,8 @@ _compiled_for: str | None = None
 
 def set_allocator(plan: Plan) -> None:
     """Must run before CUDA is first touched; a user's own setting wins."""
-    if (
-        plan.allocator
-        and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
-        and "PYTORCH_ALLOC_CONF" not in os.environ
-    ):
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = plan.allocator
+    if plan.allocator and not os.environ.keys() & set(ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = plan.allocator
 
 
 def check_device(plan: Plan) -> None:
