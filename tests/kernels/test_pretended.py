@@ -28,11 +28,12 @@ from redline.engine.local import LocalEngine
 from redline.engine.request import Request, Sampling
 from redline.model import lora
 from redline.model.attention import cache_kernels
-from redline.model.transformer import Transformer, build_model
+from redline.model.transformer import Transformer, build_model, redraw_when_due
 from redline.train import packed
 from redline.train.graph import Captured
 from redline.train.objective import Capturable, Eager, Sequences
 from redline.train.optimizer import make_optimizers
+from redline.train.orthogonality import penalty
 from redline.train.packed import Example, ExampleBatch, Packed
 from redline.train.process import Process
 from redline.train.step import Learner
@@ -42,10 +43,12 @@ CONFIG = ModelConfig(
 )
 # Numbers that fp32 holds exactly: a graph reads its rates and momenta in fp32, an eager update in double precision.
 TRAIN = TrainConfig(lr=2**-9, muon_lr=2**-6, weight_decay=2**-4, optimizer="muon", batch_size=4, steps=4)
-MOMENTUM = 0.875
+MOMENTA = 0.875, 0.75
 
 
-@pytest.mark.parametrize("cases", [("waits", "pretraining"), ("adapters",), ("decoding",)], ids=" and ".join)
+@pytest.mark.parametrize(
+    "cases", [("waits", "pretraining"), ("kernel_attention",), ("adapters",), ("decoding",)], ids=" and ".join
+)
 def test_a_graph_does_what_its_launches_do(cases: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, __file__, *cases],
@@ -73,6 +76,18 @@ def pretraining() -> None:
     batches = [batch(0, 8, 2), batch(1, 8, 2), batch(2, 2, 8), batch(3, 2, 8)]
     told = check_captured(made, Sequences(pass_size=1, share=2), batches)
     assert [one["rows_tokens"] for one in told] == [[8], [8]]
+
+
+def kernel_attention() -> None:
+    """Random features that are redrawn between two updates."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(64, (3, 2, 5), generator=generator)
+    batches = [Batch(rows[:, :-1], rows[:, 1:], {"row": number}) for number, rows in enumerate(tokens)]
+    config = replace(CONFIG, attention="favor", features=24, redraw_every=2)
+    (told,) = check_captured(
+        lambda: build_model(config, device="cpu", seed=0), Sequences(pass_size=2, share=2), batches
+    )
+    assert told["graphs"] == 1
 
 
 def adapters() -> None:
@@ -111,13 +126,18 @@ def check_captured(
         model = make()
         model.compute_dtype, model.cross_entropy, model.apart = torch.float16, "fused", True
         optimizers = make_optimizers(model, replace(TRAIN, **train), captured=True)
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group |= {"momentum": MOMENTUM} if "momentum" in group else {}
-        learners.append(Learner(model, optimizers, Process(0, 1, torch.device("cpu")), 1.0))
+        learner = Learner(model, optimizers, Process(0, 1, torch.device("cpu")), 1.0)
+        if not lora.adapters(model):
+            learner.penalise = penalty(model, replace(TRAIN, orthogonality=2**-6), lambda: 0)
+        learners.append(learner)
     with pretending():
         eager = Eager(learners[0], objective)
         captured = Captured(learners[1], objective, lambda _, **facts: told.append(facts))
         for number, batch in enumerate(batches):
+            for learner in learners:  # what the loop changes before an update
+                for group in (group for optimizer in learner.optimizers for group in optimizer.param_groups):
+                    group |= {"momentum": MOMENTA[number % 2]} if "momentum" in group else {}
+                redraw_when_due(learner.model, 0, number, lambda: None)
             given = {"targets": float(batch.targets), "lr_factor": 1.0 / 2 ** (number % 2)}
             one, other = (executor.take(batch, **given).numbers for executor in (eager, captured))
             torch.testing.assert_close(other, one)

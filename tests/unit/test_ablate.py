@@ -17,7 +17,7 @@ from redline.config.recipe import LoraConfig
 from redline.errors import ConfigError, StorageError
 from redline.machine.facts import read_facts
 from redline.measure.trial import GenerationSwitches, Timing, Trial, trial_key
-from redline.optimizations.catalogue import find, study
+from redline.optimizations.catalogue import Samples, find, study
 from redline.plan.arithmetic import flops_per_token
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import PLANNED, Hardware
@@ -27,6 +27,7 @@ from redline.report.grid import Output
 from redline.report.terminal import print_ablation
 from redline.tune.ablate import PUT_OFF, AblationRow, ablate, mfu
 from redline.tune.arms import UpdateArms, arms_for, naive, rehearsed
+from redline.tune.guard import SAME_BITS
 from redline.tune.quality import Judge, Quality
 from redline.tune.waterfall_table import COLUMNS, cells, markdown
 
@@ -38,6 +39,7 @@ CPU = Hardware(
     bandwidth_bytes_per_s=None, source="test",
 )  # fmt: skip
 LOSSES = (11.0, 10.5, 10.0)
+SAMPLES = Samples(prompts=32, samples=30, prompt_tokens=96, new_tokens=128)
 ROW = AblationRow(name="sdpa", stage="one by one", workload="train", title="", claimed=None, source="")
 
 
@@ -560,9 +562,39 @@ def test_switches_that_turn_nothing_make_the_same_trial() -> None:
         GenerationSwitches(refilled=False, clear_cache=True).in_force()
         != GenerationSwitches(refilled=False).in_force()
     )
-    arms = arms_for("generate", RECIPE, H200, samples=study("seeds/000")[0].samples, timing=Timing())
+    arms = arms_for("generate", RECIPE, H200, samples=SAMPLES, timing=Timing())
     assert trial_key(arms.trial({"merged": False})) == trial_key(arms.trial({}))
     assert trial_key(arms.trial({"shared": False})) != trial_key(arms.trial({}))
+    one = arms_for("generate", RECIPE, H200, samples=replace(SAMPLES, prompts=8, samples=1), timing=Timing())
+    for switch in ({"shared": False}, {"slots": 8}):
+        assert trial_key(one.trial(switch)) == trial_key(one.trial({}))
+    assert trial_key(one.trial({"slots": 7})) != trial_key(one.trial({}))
+
+
+def test_a_switch_that_gives_the_same_plan_is_not_measured_against_itself(tmp_path: Path) -> None:
+    """Guide 004 begins with the passes that the planner takes too."""
+    rows = ablate(
+        load_recipe("seeds/004"), "seeds/004", H200, tmp_path, only=("micro-batch",), minutes=1000,
+        progress=lambda text: None, children=Lab(by_the_book),
+    )  # fmt: skip
+    assert [(row.name, row.outcome) for row in rows] == [("start", "ok"), ("micro-batch", "no change")]
+
+
+def test_the_allocator_is_not_compared_where_the_user_has_set_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    row = run(tmp_path, only=("allocator",))["one by one", "allocator"]
+    assert row.outcome == "not applicable"
+    assert row.note.startswith("PYTORCH_ALLOC_CONF is set")
+
+
+def test_what_should_round_and_gives_the_same_bits_is_doubted(tmp_path: Path) -> None:
+    """by_the_book's losses follow from the precision alone, as if no other switch had an effect."""
+    rows = run(tmp_path, only=("bf16", "sdpa", "no-recompute"))
+    doubted = {name for (stage, name), row in rows.items() if row.numerics.endswith(SAME_BITS)}
+    assert doubted == {"sdpa"}
+    assert rows["one by one", "sdpa"].numerics.startswith("same training (rounding: loss 1e-03")
 
 
 # ---- the folder ----

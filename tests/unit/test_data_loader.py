@@ -270,6 +270,21 @@ def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches() -> No
     loader.close()
 
 
+def test_all_threads_read_even_if_fewer_batches_are_to_be_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, all_three = counting(1_000), threading.Barrier(3, timeout=60)
+    read = dataset.read_windows
+
+    def together(indices: np.ndarray, seq_len: int) -> np.ndarray:
+        all_three.wait()
+        return read(indices, seq_len)
+
+    monkeypatch.setattr(dataset, "read_windows", together)
+    loader = Loader(dataset, batch_size=2, seq_len=4, seed=0, threads=3, prefetch=1)
+    loader.next()
+    all_three.abort()  # of the next ones
+    loader.close()
+
+
 def test_waiting_is_counted_and_close_ends_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that advances while the first batch is read; reading begins when somebody waits for it."""
     dataset, now_s, asked = counting(1_000), 0.0, threading.Event()

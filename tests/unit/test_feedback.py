@@ -4,6 +4,8 @@ alive at a time; and it learns."""
 
 import math
 import weakref
+from contextvars import ContextVar, copy_context
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -229,6 +231,24 @@ def test_past_a_block_that_does_nothing_the_residual_error_is_back_propagation()
 
 @pytest.mark.numerics
 @pytest.mark.usefixtures("double")
+def test_in_another_thread_the_second_run_has_the_settings_of_the_first(monkeypatch):
+    """On a GPU the backward runs in autograd's own thread, and torch 2.13 keeps its compiler's settings per context."""
+    setting, seen = ContextVar("setting", default="lost"), []
+    model, backward = build_model(LLAMA, device="cpu", seed=3), Tensor.backward
+    model.blocks[0].register_forward_pre_hook(lambda *_: seen.append(setting.get()))
+
+    def in_a_thread(loss: Tensor) -> None:
+        thread = Thread(target=backward, args=(loss,))
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(Tensor, "backward", in_a_thread)
+    dfa, here = DfaConfig(), copy_context()
+    here.run(setting.set, "kept")
+    here.run(learned, model, FeedbackAlignment(dfa, random_feedback(LLAMA, dfa)), *batch())
+    assert seen == ["kept", "kept"]
+
+
 def test_adapters_learn_from_feedback_too():
     """With true gradients as feedback, adapters get those of back-propagation, and what is frozen gets none."""
     model = build_model(LLAMA, device="cpu", seed=0)

@@ -335,11 +335,21 @@ def test_an_unknown_name_gets_the_nearest() -> None:
 def test_what_kernel_attention_and_feedback_alignment_leave_nothing_to_is_not_tried() -> None:
     recipe, here = load_recipe("okadfa/nano"), H200
     assert find("sdpa").why_not(recipe, here) == "the model's attention is favor"
-    assert (
-        find("no-recompute").why_not(recipe, here)
-        == "feedback alignment keeps the activations of one block anyway"
-    )
+    for name in ("no-recompute", "recompute", "selective-recompute"):
+        kept = "feedback alignment keeps the activations of one block anyway"
+        assert find(name).why_not(recipe, here) == kept, name
     assert find("sdpa").why_not(GPT2, here) is None
+
+
+def test_what_rows_of_answers_and_examples_have_no_use_for_is_not_tried() -> None:
+    rl, finetune = load_recipe("rl/demo"), load_recipe("finetune")
+    assert find("packing").why_not(rl, H200) == "reinforcement learning never pads its rows"
+    assert find("packing").why_not(finetune, H200) is None
+    own = "packed rows in half precision have kernels of their own"
+    for kernel in ("math", "flash", "cudnn", "efficient"):
+        assert why_not("attention", kernel, finetune, H200, {"precision": "bf16"}) == own
+    assert why_not("attention", "math", rl, H200, {"precision": "bf16"}) is None, "it reads the prompts"
+    assert why_not("attention", "math", finetune, H200, {"precision": "fp32"}) is None
 
 
 def test_every_change_of_the_training_makes_another_recipe_that_keeps_the_rules() -> None:

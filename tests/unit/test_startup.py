@@ -1,5 +1,6 @@
 """Where the time before the first update went, on a clock of the test's; and what a start need not import."""
 
+import contextvars
 import gc
 import os
 import subprocess
@@ -16,8 +17,9 @@ from torch.profiler import profile
 from redline.config.load import load_recipe
 from redline.machine import wake
 from redline.machine.facts import read_facts
-from redline.model.transformer import build_model
+from redline.model.transformer import Transformer, build_model
 from redline.plan.hardware import hardware_here
+from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
 from redline.record import startup
 from redline.train import execution
@@ -82,27 +84,86 @@ def test_what_is_compiled_is_kept_in_our_cache_unless_the_user_says_where(tmp_pa
         assert {name: os.environ[name] for name in kept} == theirs
 
 
+def compiled_plan(attention: str) -> Plan:
+    nano = load_recipe("nano", ["model.num_layers=1", "plan.compile=default"])
+    return replace(make_plan(nano, hardware_here(read_facts(), None)), attention=attention)
+
+
+def equipped(plan: Plan) -> Transformer:
+    model = build_model(load_recipe(plan.recipe, ["model.num_layers=1"]).model, device="cpu", seed=0)
+    equip(model, plan)
+    return model
+
+
+@torch.no_grad()
+def runs_flash(model: Transformer) -> bool:
+    tokens = torch.zeros(1, model.config.context_length, dtype=torch.int64)
+    model(tokens)  # compiles
+    with profile() as profiler:
+        model(tokens)
+    return any("flash_attention" in event.name for event in profiler.events())
+
+
 @pytest.mark.parametrize("between", ["models of one process", "processes"])
 def test_compiled_code_is_that_of_the_plans_attention(
     between: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where other code of the same model is there already: in this process, or in the cache on disk."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    nano = load_recipe("nano", ["model.num_layers=1", "plan.compile=default"])
-    tokens, ran = torch.zeros(1, nano.data.seq_len, dtype=torch.int64), []
+    ran = []
     for attention in ("math", "flash", "math"):
-        plan = replace(make_plan(nano, hardware_here(read_facts(), None)), attention=attention)
-        model = build_model(nano.model, device="cpu", seed=0)
-        equip(model, plan)
+        plan = compiled_plan(attention)
+        model = equipped(plan)
         if between == "processes":
             torch._dynamo.reset()
             monkeypatch.setattr(execution, "_compiled_for", None)
-        with in_force(plan), torch.no_grad():
-            model(tokens)  # compiles
-            with profile() as profiler:
-                model(tokens)
-        ran.append(any("flash_attention" in event.name for event in profiler.events()))
+        with in_force(plan):
+            ran.append(runs_flash(model))
     assert ran == [False, True, False]
+
+
+def test_another_attention_in_between_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    plan, other = compiled_plan("flash"), compiled_plan("math")
+    model = equipped(plan)
+    with in_force(plan):
+        with in_force(other):
+            assert not runs_flash(model)
+        assert runs_flash(model)
+
+
+def test_a_plan_can_end_in_another_context_than_it_began_in() -> None:
+    """As in a notebook, whose cells each have their own."""
+    before = torch.compiler.config.cache_key_tag
+    force = in_force(compiled_plan("flash"))
+    contextvars.copy_context().run(force.__enter__)
+    force.__exit__(None, None, None)
+    assert torch.compiler.config.cache_key_tag == before
+
+
+def test_compiled_code_has_the_backward_of_this_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's cache on disk knows an operation of ours by its name, and keeps the backward that it had before."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(execution, "_TRACED", tmp_path)
+    source, found = tmp_path / "operation.py", []
+
+    @torch.library.custom_op("redline_test::scaled", mutates_args=())
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    scaled.register_fake(torch.empty_like)
+    scaled.register_autograd(lambda ctx, gradient: gradient * float(source.read_text()))
+    for factor in ("2", "5"):
+        source.write_text(factor)
+        torch._dynamo.reset()
+        x = torch.ones(4, requires_grad=True)
+        with in_force(compiled_plan("auto")):
+            torch.compile(lambda x: scaled(x).sum(), fullgraph=True)(x).backward()
+        assert x.grad is not None
+        found.append(x.grad[0].item())
+    assert found == [2.0, 5.0]
 
 
 def test_triton_hashes_itself_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:

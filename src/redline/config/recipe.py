@@ -245,7 +245,8 @@ class PlanPins:
     loss_chunks: int | None = None
     """Pieces in which output head and loss are computed; more pieces need less memory."""
     loader_threads: int | None = None
-    prefetch: int | None = None  # batches prepared ahead of the step
+    prefetch: int | None = None
+    """Batches prepared ahead of the step; further loader threads have one more each."""
     shards: int | None = None  # processes that hold one copy of the weights together
     slots: int | None = None
     """Sequences generated together."""

@@ -84,14 +84,15 @@ class Loader:
         self._pin, self._seed, self._candidates = pin_memory and torch.cuda.is_available(), seed, candidates
         self._order = source.order(seq_len=seq_len, seed=seed, position=position, threads=threads)
         # A stream reads from one place, so its jobs run one after another and its threads tokenise.
+        readers = 1 if isinstance(source, TokenStream) else threads
         self._pool = ThreadPoolExecutor(
-            1 if isinstance(source, TokenStream) else threads,
+            readers,
             thread_name_prefix="loader",
             # A new thread starts on device 0; pinning there would open a context on it in every process.
             initializer=partial(torch.cuda.set_device, torch.cuda.current_device()) if self._pin else None,
         )
         self._ahead: deque[Future[Batch]] = deque()
-        for _ in range(max(1, prefetch)):
+        for _ in range(readers - 1 + max(1, prefetch)):  # with fewer than threads some would never read
             self._submit()
 
     def next(self) -> Batch:

@@ -26,6 +26,7 @@ from typing import Any, Self
 from redline.config.load import build
 from redline.measure.trial import SCRATCH, PeakMemory, Trial, TrialOutcome
 from redline.plan.plan import Hardware
+from redline.plan.values import ALLOCATOR_VARIABLES
 
 COMMAND = (sys.executable, "-m", "redline.measure.process")
 """Followed by the parent's process id."""
@@ -52,8 +53,8 @@ class Child:
 
     def __init__(self, allocator: str = "") -> None:
         environment = dict(os.environ)
-        if allocator and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(environment):
-            environment["PYTORCH_CUDA_ALLOC_CONF"] = allocator
+        if allocator and not environment.keys() & set(ALLOCATOR_VARIABLES):
+            environment[ALLOCATOR_VARIABLES[0]] = allocator
         self._scratch = tempfile.TemporaryDirectory(prefix="redline-trial-", ignore_cleanup_errors=True)
         environment[SCRATCH] = self._scratch.name
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any, Literal, Self
 
 from redline.config.load import build, to_toml
-from redline.config.recipe import Recipe, fingerprint_of
+from redline.config.recipe import PlanPins, Recipe, fingerprint_of
 from redline.errors import ConfigError, DataError, StorageError
 from redline.measure.statistics import FEWEST_BLOCKS, Comparison, compare
 from redline.plan.plan import PLANNED, Plan, to_json
@@ -176,7 +176,8 @@ class GenerationSwitches:
 def train_trial(recipe: Recipe, plan: Plan, timing: Timing | None = None, *, padded: bool = False) -> Trial:
     """A recipe's real training loop under a plan; with `padded`, fine-tuning pads its rows to the longest."""
     lasting = [getattr(plan, name) for name in PLANNED if VALUES[name].lasting]
-    setting = {"recipe": to_toml(recipe), "plan": to_json(plan), **({"padded": True} if padded else {})}
+    unpinned = replace(recipe, plan=PlanPins())  # equal plans are one trial, whoever decided their values
+    setting = {"recipe": to_toml(unpinned), "plan": to_json(plan), **({"padded": True} if padded else {})}
     return Trial(
         subject=TRAINING,
         setting=setting,

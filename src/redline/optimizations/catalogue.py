@@ -162,6 +162,9 @@ CONDITIONS: dict[str, Need] = {
         None if recipe.train.batch_size > 1 else "a batch of 1 sequence cannot be cut"
     ),
     "a vocabulary to sample": _vocabulary_to_sample,
+    "rows of examples": lambda recipe, *_: (
+        "reinforcement learning never pads its rows" if recipe.rl is not None else None
+    ),
 }
 """What an entry may need: each says why a recipe or a machine does not give it, or None."""
 

@@ -32,6 +32,8 @@ Need = Callable[[Recipe, Hardware, Beside], str | None]
 """Why a value is not possible, or None."""
 
 HALF = ("bf16", "fp16", "fp8")
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Where torch finds its allocator's setting. What the user wrote there wins over the plan."""
 NEEDED_CAPABILITY = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
 """The least CUDA compute capability with a precision in hardware; all GPUs have the others."""
 
@@ -64,6 +66,13 @@ def _unscaled(_recipe: Recipe, _hardware: Hardware, beside: Beside) -> str | Non
 def needs_softmax(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
     kind = recipe.model.attention
     return None if kind == "softmax" else f"the model's attention is {kind}"
+
+
+def _whole_sequences(recipe: Recipe, hardware: Hardware, beside: Beside) -> str | None:
+    """Why packed rows would not take it; the update and the prompts of RL share one choice."""
+    packed = recipe.workload in ("finetune", "rft") and beside.get("precision") in HALF
+    taken = packed and hardware.compute_capability >= (8, 0)
+    return "packed rows in half precision have kernels of their own" if taken else None
 
 
 def _head_width(recipe: Recipe, _hardware: Hardware, _beside: Beside) -> str | None:
@@ -156,10 +165,12 @@ VALUES: dict[str, PlanValue] = {
         effect="rounding", choices=get_args(Attention), proof=("attention kernel",), shapes_memory=True,
         lasting=True,
         needs={
-            "efficient": (needs_softmax,),
-            "math": (needs_softmax,),
-            "flash": (needs_softmax, _half, _capability((8, 0), "flash attention")),
-            "cudnn": (needs_softmax, _half, _head_width, _capability((8, 0), "cuDNN attention")),
+            "efficient": (needs_softmax, _whole_sequences),
+            "math": (needs_softmax, _whole_sequences),
+            "flash": (needs_softmax, _whole_sequences, _half, _capability((8, 0), "flash attention")),
+            "cudnn": (
+                needs_softmax, _whole_sequences, _half, _head_width, _capability((8, 0), "cuDNN attention")
+            ),
         },
     ),
     "cross_entropy": PlanValue(

@@ -11,17 +11,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from redline.config.recipe import Recipe
+from redline.config.recipe import Recipe, fingerprint_of
 from redline.errors import MachineError, need
+from redline.model import transformer
 from redline.model.transformer import Transformer, build_model
 from redline.plan.plan import Plan
-from redline.plan.values import NEEDED_CAPABILITY
+from redline.plan.values import ALLOCATOR_VARIABLES, NEEDED_CAPABILITY
 from redline.record import startup
 from redline.record.files import cache_folder
 from redline.train.process import Process, shard
@@ -39,18 +41,16 @@ _KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+_TRACED = Path(transformer.__file__).parent
+"""The source of what is compiled."""
 _compiled_for: str | None = None
 """The attention kernel of what this process has compiled."""
 
 
 def set_allocator(plan: Plan) -> None:
     """Must run before CUDA is first touched; a user's own setting wins."""
-    if (
-        plan.allocator
-        and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
-        and "PYTORCH_ALLOC_CONF" not in os.environ
-    ):
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = plan.allocator
+    if plan.allocator and not os.environ.keys() & set(ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = plan.allocator
 
 
 def check_device(plan: Plan) -> None:
@@ -140,16 +140,29 @@ def plain_fp32(*, explicit_attention: bool = True) -> AbstractContextManager[Non
 
 @contextmanager
 def _compiled_apart(attention: str) -> Iterator[None]:
-    """Compiled code that was made for this attention kernel. A compiler decides on the kernel while it traces, but torch
-    looks at it neither before it calls what this process has compiled nor in the keys of its cache on disk: whichever
-    kernel came first would stay, in every later run."""
+    """Compiled code that was made for this attention kernel and from this source. A compiler decides on the kernel while it
+    traces, and takes in the backward of our own operations, but torch looks at neither before it calls what this process
+    has compiled, nor in the keys of its cache on disk: what came first would stay, in every later run."""
+    config: Any = torch.compiler.config
+    before, tag = _compiled_for, config.cache_key_tag
+    _drop_compiled(attention)
+    source = fingerprint_of([path.read_text(encoding="utf-8") for path in sorted(_TRACED.rglob("*.py"))])
+    # Not by config.patch: since torch 2.13 it must end in the context (of a thread, of a notebook's cell) where it began.
+    config.cache_key_tag = f"{tag} attention {attention} source {source}"
+    try:
+        yield
+    finally:
+        config.cache_key_tag = tag
+        if before is not None:  # which may still be in force
+            _drop_compiled(before)
+
+
+def _drop_compiled(attention: str) -> None:
+    """Drop what this process has compiled for any other attention kernel."""
     global _compiled_for
     if "torch._dynamo" in sys.modules and _compiled_for not in (None, attention):
         torch._dynamo.reset()
     _compiled_for = attention
-    config: Any = torch.compiler.config
-    with config.patch(cache_key_tag=f"{config.cache_key_tag} attention {attention}"):
-        yield
 
 
 @contextmanager

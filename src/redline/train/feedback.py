@@ -23,6 +23,7 @@ Shapes: B batch, T tokens, D hidden, V vocabulary, E size of the error, A positi
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any, Protocol
 
 import torch
@@ -249,6 +250,8 @@ class _Below(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sweep: _Sweep, attend: Attend, x_BTD: Tensor) -> Tensor:
         ctx.sweep, ctx.attend = sweep, attend
+        # The backward runs in autograd's own thread on a GPU, where torch 2.13 forgets its compiler's settings.
+        ctx.context = copy_context()
         ctx.save_for_backward(x_BTD)
         for block in sweep.below:
             x_BTD = block(x_BTD, attend)
@@ -256,7 +259,7 @@ class _Below(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, ctx.sweep.run_below(*ctx.saved_tensors, ctx.attend, *above)
+        return None, None, ctx.context.run(ctx.sweep.run_below, *ctx.saved_tensors, ctx.attend, *above)
 
 
 @contextmanager

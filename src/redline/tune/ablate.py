@@ -34,7 +34,7 @@ from redline.plan.predict import longest_row
 from redline.record.files import read_json, write_atomic
 from redline.tune.arms import CHANGES, Arms, Switches, UpdateArms, arms_for, changed, naive, samples_of
 from redline.tune.candidates import differing
-from redline.tune.guard import guard, guard_logprobs
+from redline.tune.guard import doubted, guard, guard_logprobs
 from redline.tune.quality import Judge, Quality
 
 Stage = Literal["baseline", "one by one", "second try", "all", "leave one out"]
@@ -251,7 +251,7 @@ class _Waterfall:
             self.refused.append((entry, self.state))
             return replace(row, outcome="not applicable", note=str(error))
         if trial_key(trials[0]) == trial_key(trials[1]):
-            return replace(row, outcome="no change", note="the state before it has it already")
+            return replace(row, outcome="no change", note="it makes no difference to the state before it")
         until_s = self.turns.fair_end_s()
         pair = self.turns.pair(f"{self.workload} {entry.name}", *trials, until_s=until_s)
         if pair is None:
@@ -387,7 +387,8 @@ class _Waterfall:
         against = pair.before if effect == "exact" or self.reference is None else self.reference
         if against.outcome != "ok":
             return True, "no reference ran"
-        return guard(against, pair.after, effect, precision=precision)
+        passed, words = guard(against, pair.after, effect, precision=precision)
+        return passed, words + doubted(effect, pair)
 
 
 def mfu(row: AblationRow, recipe: Recipe, hardware: Hardware, length: int) -> float | None:

@@ -8,6 +8,7 @@ A state maps names of values (plan/values.py) to values, and CHANGES to the entr
 fp32) falls back to the planner's choice, so that each switch can be turned alone.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,12 +16,12 @@ from typing import Any
 from redline.config.load import to_toml
 from redline.config.recipe import LoraConfig, PlanPins, Recipe
 from redline.config.rules import check
-from redline.errors import MachineError
+from redline.errors import ConfigError, MachineError
 from redline.measure.trial import RANDOM_WEIGHTS, GenerationSwitches, Timing, Trial, train_trial
 from redline.optimizations.catalogue import Optimization, Samples, WorkloadName, find
 from redline.plan.plan import Hardware, Plan, Why
 from redline.plan.planner import make_plan
-from redline.plan.values import why_not
+from redline.plan.values import ALLOCATOR_VARIABLES, why_not
 from redline.tune.candidates import PINS
 from redline.tune.memory import divisors
 
@@ -51,6 +52,9 @@ class UpdateArms:
                 pins[name] = None
         pinned = replace(recipe, plan=PlanPins(**pins))
         plan = make_plan(pinned, self.hardware)
+        theirs = next((name for name in ALLOCATOR_VARIABLES if name in os.environ), None)
+        if state.get("allocator") and theirs:
+            raise ConfigError(f"{theirs} is set, and every trial takes the allocator from there")
         if "allocator" in state:
             why = {**plan.why, "allocator": Why(reason="switched by the ablation", source="user")}
             plan = replace(plan, allocator=state["allocator"], why=why)
@@ -84,9 +88,14 @@ class GenerationArms:
         return state  # nothing here is left to a rule
 
     def trial(self, state: Switches) -> Trial:
-        how, samples = asdict(GenerationSwitches(**state).in_force()), asdict(self.samples)
+        how, work = GenerationSwitches(**state).in_force(), self.samples
+        if how.slots is not None and how.slots >= work.prompts * work.samples:
+            how = replace(how, slots=None)
+        if how.cached and work.samples == 1:  # each prompt is read once anyway
+            how = replace(how, shared=True)
         on = {"recipe": to_toml(self.recipe), "device": self.hardware.kind}
-        return Trial(subject=GENERATION, setting={**on, "samples": samples, "how": how}, timing=self.timing)
+        setting = {**on, "samples": asdict(work), "how": asdict(how)}
+        return Trial(subject=GENERATION, setting=setting, timing=self.timing)
 
     def precision(self, state: Switches) -> str:
         return GenerationSwitches(**state).precision

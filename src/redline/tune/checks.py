@@ -22,7 +22,7 @@ from redline.model.attention.state import Room
 from redline.model.lora import lora_layers
 from redline.model.transformer import Transformer
 from redline.plan.plan import Plan
-from redline.plan.values import HALF
+from redline.plan.values import ALLOCATOR_VARIABLES, HALF
 from redline.record.units import counted
 from redline.train.graph import Captured
 from redline.train.loop import Trainer
@@ -382,7 +382,7 @@ def _allocator(case: Case) -> Check:
     name, wanted = "allocator", case.plan.allocator
     if not case.cuda or not wanted:
         return absent(name, "only CUDA has an allocator to set" if not case.cuda else "the plan sets nothing")
-    setting = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "nothing"
+    setting = next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), "nothing")
     return checked(name, wanted in setting, f"plan says {wanted}; the environment has {setting}")
 
 

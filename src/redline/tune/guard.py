@@ -15,7 +15,7 @@ A plan cannot change the training itself; only a recipe can. A plan that fails i
 import math
 from typing import NamedTuple
 
-from redline.measure.trial import Measurement
+from redline.measure.trial import Measurement, Pair
 from redline.plan.values import Effect
 
 EXACT_BAND = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 1e-3, "bf16": 3e-3, "fp8": 1e-2}
@@ -25,6 +25,9 @@ ROUNDING_BAND = 1e-2
 """Relative difference of a loss: TF32, bf16 and fp16 stay within it of fp32 over 30 updates (LOG.md)."""
 LOGPROB_BAND = {"fp32": 1e-3, "bf16": 5e-2}
 """Mean difference of a log-probability from fp32 that generation may show: 0.1% and 5% of a probability."""
+SAME_BITS = (
+    "; not one bit differs from the plan before: check with `redline verify` that the change took effect"
+)
 NORM_FACTOR = 10.0
 """A gradient norm may differ by this many times the loss's band: no mean smooths its sum of squares."""
 
@@ -47,6 +50,12 @@ def guard(reference: Measurement, measured: Measurement, effect: Effect, *, prec
     if loss <= band and norm <= NORM_FACTOR * band:
         return Guarded(True, f"same training ({effect}: {figures})")
     return Guarded(False, f"refused: outside the {effect} band of {band:.0e}: {figures}")
+
+
+def doubted(effect: Effect, pair: Pair) -> str:
+    """What to add if a change that should round otherwise gave the very bits of the trial before it."""
+    before, after = ((arm.losses, arm.grad_norms) for arm in (pair.before, pair.after))
+    return SAME_BITS if effect == "rounding" and pair.before.losses and before == after else ""
 
 
 def guard_logprobs(measured: Measurement, precision: str) -> Guarded:

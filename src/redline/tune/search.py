@@ -29,7 +29,7 @@ from redline.plan.values import VALUES, effect_of
 from redline.record.files import write_atomic
 from redline.record.units import counted, format_duration
 from redline.tune.candidates import WORTH, Candidate, candidates, changed, differing
-from redline.tune.guard import guard
+from redline.tune.guard import doubted, guard
 from redline.tune.memory import divisors, fit_memory
 from redline.tune.quality import Judge
 from redline.tune.store import TrialTable, TuningResult, keep, pinned
@@ -236,7 +236,7 @@ class _Search:
             epochs = "the recipe counts epochs: pin plan.compile for a long run"
             run = f"the run has {steps:,}" if steps else epochs
             return False, f"compiling pays back after {payback:,.0f} updates; {run}", True
-        return wins, numbers.words, numbers.passed
+        return wins, numbers.words + doubted(effect_of(self.best, plan), pair), numbers.passed
 
     def _explain(self, candidate: Candidate, pair: Pair, kept: bool) -> None:
         """Make what was measured the reason for the value that was tried."""
