@@ -53,8 +53,8 @@ def references(nano: Nano, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def assert_record_is_true(run: Path) -> None:
-    """No attempt starts before a checkpoint that was announced to it; what lies on the disk is whole; nothing
-    else lies there."""
+    """No attempt starts before a checkpoint that was announced to it; what lies on the disk is whole and was announced
+    once; nothing else lies there."""
     announced = 0
     for event in events(run):
         if event["event"] in ("start", "resume"):
@@ -63,7 +63,9 @@ def assert_record_is_true(run: Path) -> None:
         if event["event"] in ("checkpoint", "resume"):
             announced = event["step"]
     assert announced == len(steps(run))
-    for folder in step_folders(run / "checkpoints").values():
+    told = [event["step"] for event in events(run, "checkpoint")]
+    for step, folder in step_folders(run / "checkpoints").items():
+        assert told.count(step) == 1
         verify(folder)
     assert [path.name for path in run.rglob(".*") if path.name != ".lock"] == []
 
@@ -85,7 +87,7 @@ def test_killed_at_random_moments(
 
 @pytest.mark.slow
 def test_killed_at_every_place_of_a_commit(nano: Nano, tmp_path: Path) -> None:
-    """Every fsync and rename of a short run with two checkpoints is once the last thing it does."""
+    """Every change to the disk of a short run with two checkpoints is once what it no longer does."""
     # A rate so low that the first validation stays the best: its mark, once lost, would not be made again.
     brief = (
         "train.steps=4",
@@ -99,9 +101,9 @@ def test_killed_at_every_place_of_a_commit(nano: Nano, tmp_path: Path) -> None:
     nano.outcome(recipe, reference)
     assert [event["best"] for event in events(reference, "validation")] == [True, False]
     killed, torn = 0, 0
-    for call in range(1, 100):
+    for call in range(1, 200):
         run = tmp_path / str(call)
-        command = nano.start(recipe, run, fault=Fault("kill_at", call=call))
+        command = nano.start(recipe, run, fault=Fault("kill_at", call=call, under=str(run)))
         if command.wait().code != -signal.SIGKILL:
             break
         killed += 1
@@ -109,8 +111,21 @@ def test_killed_at_every_place_of_a_commit(nano: Nano, tmp_path: Path) -> None:
         nano.outcome(recipe, run)
         assert_same_training(run, reference)
         assert_record_is_true(run)
-    assert killed > 20
+    assert 40 < killed < 199
     assert torn > 5
+
+
+def test_a_checkpoint_whose_announcement_a_kill_took_is_announced_by_the_next_attempt(
+    nano: Nano, tmp_path: Path
+) -> None:
+    run, record = tmp_path / "run", tmp_path / "run" / "events.jsonl"
+    nano.outcome(nano.recipe(tmp_path, "train.steps=4", "train.checkpoint_every=2"), run)
+    record.write_text("".join(line for line in record.open() if '"checkpoint", "step": 4' not in line))
+    nano.outcome(nano.recipe(tmp_path, "train.steps=6", "train.checkpoint_every=2"), run)
+    told = events(run, "checkpoint", "resume")
+    assert [(event["event"], event["step"]) for event in told] == [
+        ("checkpoint", 2), ("checkpoint", 4), ("resume", 4), ("checkpoint", 6),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from itertools import chain, count, takewhile
@@ -144,7 +145,8 @@ class RunFolder:
         if self.path.is_dir() and any(self.path.iterdir()) and not any(path.exists() for path in ours):
             raise StorageError(f"{self.path} holds files that are not a run's: give an empty folder{named}")
         with storage_errors("the run folder", self.path):
-            self.checkpoints_path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            # the first name in a new folder: by it the run that was killed next is told from other files
             self._lock = open(self.path / ".lock", "a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -155,6 +157,7 @@ class RunFolder:
         with storage_errors("the run folder", self.path):
             self._lock.truncate(0)
             print(os.getpid(), platform.node(), file=self._lock, flush=True)
+            self.checkpoints_path.mkdir(exist_ok=True)
             self._tidy()
         return self
 
@@ -184,12 +187,12 @@ class RunFolder:
         self._lock.close()
 
     def _tidy(self) -> None:
-        """Clean up after a killed process: half lines, and the temporary files of `write_atomic`."""
+        """Clean up after a killed process: half lines, and the temporary files and folders of `files`."""
         for path in (self.metrics_path, self.events_path):
             cut_torn_line(path)
         for folder in (self.path, self.checkpoints_path):
             for path in folder.glob(".*.tmp"):
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def event(self, kind: str, **facts: Any) -> None:
         """Append one event; a process that does not own the folder may do so too. It survives the process, but a

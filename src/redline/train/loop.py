@@ -329,7 +329,10 @@ class Trainer:
         dropped = folder.cut_metrics(step) if folder is not None else 0
         for first, last in lost_updates(folder, step) if folder is not None else ():
             self._event("updates_not_recorded", first=first, last=last)
-        begun = attempts(read_lines(folder.events_path)) if folder is not None else []
+        told = read_lines(folder.events_path) if folder is not None else []
+        begun, saved = attempts(told), self.checkpoints.steps() if self.checkpoints is not None else []
+        if step in saved and not any(e["event"] == "checkpoint" and e.get("step") == step for e in told):
+            self._event("checkpoint", step=step)  # killed between the checkpoint and its announcement
         if begun and (before := begun[-1]["world_size"]) != self.process.world_size:
             self._event("resized", step=step, world_size_before=before, world_size=self.process.world_size)
         self._event(
