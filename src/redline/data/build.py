@@ -11,6 +11,7 @@ the library's own thread pool were equally fast (3 to 5 MB/s); threads copy noth
 pool their number can be set.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -200,7 +201,17 @@ def _finished(out: Path, inputs: Inputs) -> Manifest | None:
         return None
     manifest = Manifest.load(out)
     _same_inputs(out, manifest.inputs, inputs)
+    _sweep(out)
     return manifest
+
+
+def _sweep(out: Path) -> None:
+    """Remove what only an unfinished build needs, also what one that was killed was writing. Nobody builds in a folder
+    with a manifest."""
+    shutil.rmtree(out / PARTS, ignore_errors=True)
+    for path in (out / STATE, *out.glob(".*.tmp")):
+        with contextlib.suppress(OSError):  # a finished folder may be read-only
+            path.unlink(missing_ok=True)
 
 
 def _same_inputs(out: Path, there: Inputs, asked: Inputs) -> None:
@@ -261,8 +272,7 @@ def _join(out: Path, inputs: Inputs, tokenizer: Tokenizer) -> Manifest | None:
         skipped=sum(state.skipped for state in states),
     )
     write_atomic(out / "manifest.json", json.dumps(asdict(manifest), indent=1))
-    (out / STATE).unlink()
-    shutil.rmtree(out / PARTS)
+    _sweep(out)
     return manifest
 
 
