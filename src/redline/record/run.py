@@ -18,7 +18,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from itertools import chain, count, takewhile
@@ -26,7 +25,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from redline.errors import DataError, RedlineError, StorageError
-from redline.record.files import WAY_OUT, parse_json, read_text, storage_errors, sync_path, write_atomic
+from redline.record.files import (
+    WAY_OUT,
+    parse_json,
+    read_text,
+    storage_errors,
+    sweep,
+    sync_path,
+    write_atomic,
+)
 
 NEEDED: dict[str, tuple[str, type, str]] = {
     "metrics.jsonl": ("step", int, "a whole number"),
@@ -191,8 +198,7 @@ class RunFolder:
         for path in (self.metrics_path, self.events_path):
             cut_torn_line(path)
         for folder in (self.path, self.checkpoints_path):
-            for path in folder.glob(".*.tmp"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            sweep(folder)
 
     def event(self, kind: str, **facts: Any) -> None:
         """Append one event; a process that does not own the folder may do so too. It survives the process, but a
