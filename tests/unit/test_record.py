@@ -1,6 +1,7 @@
 """The run folder: torn lines, damaged files, the lock, metrics cut back to a checkpoint, events that stay."""
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -23,6 +24,27 @@ def test_lines_come_back_as_they_went_in(tmp_path):
     assert read_lines(path) == lines, "whole before it is closed"
     writer.close()
     assert path.read_bytes().count(b"\n") == 2
+
+
+def test_a_disk_that_takes_half_a_line_leaves_room_for_the_line_that_says_so(tmp_path: Path) -> None:
+    """A limit on the size of files that falls inside the third line, and is lifted after it: the operating system takes
+    a part of the line first and then refuses the rest."""
+    path = tmp_path / "events.jsonl"
+    lines = [{"event": "checkpoint", "step": step, "text": "x" * 50} for step in range(3)]
+    length = len(json.dumps(lines[0])) + 1
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer, other = LineWriter(path), LineWriter(path)
+    writer.append(lines[0])
+    other.append(lines[1])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * length + 20, hard))
+    try:
+        with pytest.raises(StorageError, match=r"events\.jsonl cannot be written"):
+            writer.append(lines[2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.stat().st_size == 2 * length
+    other.append({"event": "failed"})
+    assert read_lines(path) == [*lines[:2], {"event": "failed"}]
 
 
 def test_a_file_that_is_not_there_has_no_lines(tmp_path):

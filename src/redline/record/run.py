@@ -81,9 +81,21 @@ class LineWriter:
 
     def append(self, line: dict[str, Any]) -> None:
         with storage_errors(self.path.name, self.path.parent):
-            data = (json.dumps(line) + "\n").encode()
-            while data:  # a nearly full disk may take only a part
-                data = data[self._file.write(data) :]
+            data, written = (json.dumps(line) + "\n").encode(), 0
+            try:
+                while written < len(data):  # a nearly full disk may take only a part
+                    written += self._file.write(data[written:])
+            except OSError:
+                self._take_back(written)
+                raise
+
+    def _take_back(self, written: int) -> None:
+        """Cut off the part of a line that the disk still took, or the next line, which may say why the run failed, would
+        continue it. Not if another process has appended behind it."""
+        with contextlib.suppress(OSError):  # report the first error
+            end = self._file.tell()
+            if written and os.fstat(self._file.fileno()).st_size == end:
+                self._file.truncate(end - written)
 
     def close(self) -> None:
         self._file.close()
@@ -205,6 +217,12 @@ class RunFolder:
         power cut only from the next checkpoint on: waiting for a busy disk here would hold up the training."""
         with contextlib.closing(LineWriter(self.events_path)) as events:
             events.append({"at": round(time.time(), 3), "event": kind, **facts})
+
+    def event_once(self, kind: str, **facts: Any) -> None:
+        """Append an event, unless the last of its kind says the same: an attempt that was killed since has said it."""
+        told = [event for event in read_lines(self.events_path) if event["event"] == kind]
+        if not told or told[-1] | json.loads(json.dumps(facts)) != told[-1]:
+            self.event(kind, **facts)
 
     def sync(self) -> None:
         """Make all metrics and events so far survive a power cut."""
