@@ -16,6 +16,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +114,13 @@ def job_of(
     )
     equip(model, plan)
     trains = (recipe.lora, recipe.feedback)
+    a_token = cache(lambda length: flops_per_token(config, length, *trains))
 
     def derived(line: dict[str, Any]) -> dict[str, Any]:
         """The plan does not know the rows, and counts the attention of each as that of the longest row allowed."""
         own = updates[(line["step"] - 1) % len(updates)]  # a trial begins again after the last
         lengths = [example.length for example in own]
-        flops = sum(length * flops_per_token(config, length, *trains) for length in lengths)
+        flops = sum(length * a_token(length) for length in lengths)
         return limit_shares(line, flops / (sum(lengths) * plan.prediction.flops_per_token))
 
     return Job(

@@ -25,21 +25,32 @@ def instead(place: str, **given: Any) -> None:
     leave(0)
 
 
-def kill_at(call: int) -> None:
+def kill_at(call: int, under: str | None = None) -> None:
     """SIGKILL at the n-th call that makes something durable (fsync, rename, replace): in the middle of a
-    commit, at every place."""
+    commit, at every place. `under` a folder, whatever makes, opens for writing, cuts or removes a name counts too."""
     calls = itertools.count(1)  # a save's thread counts too
+
+    def count() -> None:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hear(event: str, given: tuple[Any, ...]) -> None:
+        changes = event in ("os.mkdir", "os.remove", "os.rmdir", "os.truncate")
+        changes |= event == "open" and bool(given[2] & (os.O_WRONLY | os.O_RDWR))
+        if changes and str(given[0]).startswith(str(under)):
+            count()
 
     def counting(real: Any) -> Any:
         def counted(*given: Any, **named: Any) -> Any:
-            if next(calls) == call:
-                os.kill(os.getpid(), signal.SIGKILL)
+            count()
             return real(*given, **named)
 
         return counted
 
     for name in ("fsync", "rename", "replace"):
         setattr(os, name, counting(getattr(os, name)))
+    if under is not None:
+        sys.addaudithook(hear)
 
 
 def small_files(size_bytes: int) -> None:

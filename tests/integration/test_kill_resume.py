@@ -7,14 +7,16 @@ was left alone ends.
 """
 
 import random
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from pipeline import Nano, assert_same_training, events, steps
+from pipeline import Nano, assert_same_training, assert_same_weights, events, one_line, steps
 from warm import Fault
 
 from redline.record.read import read_run
+from redline.record.run import read_lines
 from redline.record.words import told
 from redline.train.checkpoint import verify
 from redline.train.places import step_folders
@@ -53,8 +55,8 @@ def references(nano: Nano, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def assert_record_is_true(run: Path) -> None:
-    """No attempt starts before a checkpoint that was announced to it; what lies on the disk is whole; nothing
-    else lies there."""
+    """No attempt starts before a checkpoint that was announced to it; what lies on the disk is whole and was announced
+    once; nothing else lies there."""
     announced = 0
     for event in events(run):
         if event["event"] in ("start", "resume"):
@@ -63,7 +65,9 @@ def assert_record_is_true(run: Path) -> None:
         if event["event"] in ("checkpoint", "resume"):
             announced = event["step"]
     assert announced == len(steps(run))
-    for folder in step_folders(run / "checkpoints").values():
+    told = [event["step"] for event in events(run, "checkpoint")]
+    for step, folder in step_folders(run / "checkpoints").items():
+        assert told.count(step) == 1
         verify(folder)
     assert [path.name for path in run.rglob(".*") if path.name != ".lock"] == []
 
@@ -85,7 +89,7 @@ def test_killed_at_random_moments(
 
 @pytest.mark.slow
 def test_killed_at_every_place_of_a_commit(nano: Nano, tmp_path: Path) -> None:
-    """Every fsync and rename of a short run with two checkpoints is once the last thing it does."""
+    """Every change to the disk of a short run with two checkpoints is once what it no longer does."""
     # A rate so low that the first validation stays the best: its mark, once lost, would not be made again.
     brief = (
         "train.steps=4",
@@ -99,9 +103,9 @@ def test_killed_at_every_place_of_a_commit(nano: Nano, tmp_path: Path) -> None:
     nano.outcome(recipe, reference)
     assert [event["best"] for event in events(reference, "validation")] == [True, False]
     killed, torn = 0, 0
-    for call in range(1, 100):
+    for call in range(1, 200):
         run = tmp_path / str(call)
-        command = nano.start(recipe, run, fault=Fault("kill_at", call=call))
+        command = nano.start(recipe, run, fault=Fault("kill_at", call=call, under=str(run)))
         if command.wait().code != -signal.SIGKILL:
             break
         killed += 1
@@ -109,8 +113,21 @@ def test_killed_at_every_place_of_a_commit(nano: Nano, tmp_path: Path) -> None:
         nano.outcome(recipe, run)
         assert_same_training(run, reference)
         assert_record_is_true(run)
-    assert killed > 20
+    assert 40 < killed < 199
     assert torn > 5
+
+
+def test_a_checkpoint_whose_announcement_a_kill_took_is_announced_by_the_next_attempt(
+    nano: Nano, tmp_path: Path
+) -> None:
+    run, record = tmp_path / "run", tmp_path / "run" / "events.jsonl"
+    nano.outcome(nano.recipe(tmp_path, "train.steps=4", "train.checkpoint_every=2"), run)
+    record.write_text("".join(line for line in record.open() if '"checkpoint", "step": 4' not in line))
+    nano.outcome(nano.recipe(tmp_path, "train.steps=6", "train.checkpoint_every=2"), run)
+    told = events(run, "checkpoint", "resume")
+    assert [(event["event"], event["step"]) for event in told] == [
+        ("checkpoint", 2), ("checkpoint", 4), ("resume", 4), ("checkpoint", 6),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -155,11 +172,63 @@ def test_updates_that_the_record_has_lost_are_written_down_and_a_fork_owes_none(
     assert told("updates_not_recorded", lost) == "updates 3 to 6 are missing from metrics.jsonl"
     found = read_run(tmp_path / "run")
     assert [line["step"] for line in found.metrics] == [1, 2, 7, 8]
+    nano.outcome(longer, tmp_path / "run")
+    assert len(events(tmp_path / "run", "updates_not_recorded")) == 1, "told once"
     assert found.holes == [(3, 6)]
     longest = nano.recipe(tmp_path, "train.steps=9", "train.eval_every=0", "train.lr=1e-4")
     nano.outcome(longest, tmp_path / "fork", "--fork", str(tmp_path / "run"))
     assert "updates_not_recorded" not in [event["event"] for event in events(tmp_path / "fork")]
     assert read_run(tmp_path / "fork").holes == []
+
+
+def test_a_fork_that_was_killed_begins_where_it_began_also_if_its_parent_went_on(
+    nano: Nano, tmp_path: Path
+) -> None:
+    """The parent is at update 4, the fork is killed before its first checkpoint, and the parent goes on to 6."""
+    few = ("train.eval_every=0", "train.checkpoint_every=4")
+    parent, run, reference = (tmp_path / name for name in ("parent", "run", "reference"))
+
+    def recipe(*more: str) -> Path:
+        (folder := tmp_path / "-".join(more)).mkdir(exist_ok=True)
+        return nano.recipe(folder, *few, *more)
+
+    nano.outcome(recipe("train.steps=4"), parent)
+    forked = (recipe("train.steps=9", "train.lr=1e-4"), run, "--fork", str(parent))
+    nano.outcome(forked[0], reference, *forked[2:])
+    assert nano.train(*forked, fault=Fault("kill_after", update=3, calls=0)).code == -signal.SIGKILL
+    assert read_lines(run / "metrics.jsonl")[0]["step"] == 5
+    assert not step_folders(run / "checkpoints")
+    nano.outcome(recipe("train.steps=6"), parent)
+    nano.outcome(*forked)
+    assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [5, 6, 7, 8, 9]
+    assert_same_weights(run, reference)
+    (told,) = events(run, "forked")
+    assert told["source"].endswith("step-00000004")
+    (run / "checkpoints").rename(tmp_path / "lost")
+    (parent / "checkpoints" / "step-00000004").rename(tmp_path / "pruned")
+    assert "began with step-00000004" in one_line(nano.train(*forked).err)
+
+
+@pytest.mark.parametrize("place", ["extended", "forked"])
+def test_what_was_changed_is_told_once_wherever_the_kill_came(nano: Nano, tmp_path: Path, place: str) -> None:
+    """A kill at each of the first changes to the folder."""
+    few = ("train.eval_every=0", "train.checkpoint_every=0")
+    short, long = tmp_path / "short", tmp_path / "long"
+    short.mkdir()
+    long.mkdir()
+    first, then = nano.recipe(short, *few, "train.steps=2"), nano.recipe(long, *few, "train.steps=3")
+    nano.outcome(first, tmp_path / "parent")
+    for call in range(1, 15):
+        run, options = tmp_path / str(call), []
+        if place == "extended":
+            shutil.copytree(tmp_path / "parent", run)
+        else:
+            options = ["--fork", str(tmp_path / "parent")]
+        fault = Fault("kill_at", call=call, under=str(run))
+        assert nano.train(then, run, *options, fault=fault).code == -signal.SIGKILL
+        nano.outcome(then, run, *options)
+        (told,) = events(run, place)
+        assert told["changed"] == {"train.steps": [2, 3]}
 
 
 def test_early_stop_is_the_same_after_a_kill(nano: Nano, tmp_path: Path) -> None:

@@ -333,6 +333,39 @@ def files(tmp_path: Path) -> tuple[str, str]:
 IN_PARTS = {"tokenizer": "bpe", "vocab_size": 400, "valid_fraction": 0.2, "shard_tokens": 800}
 
 
+def test_killed_at_every_change_to_the_folder_a_build_leaves_what_an_unbroken_one_does(
+    tmp_path: Path, files: tuple[str, str]
+) -> None:
+    """A fork for every place, until one is not killed."""
+    options = {"vocab_size": 300, "valid_fraction": 0.2}
+    build(files, tmp_path / "whole", **options)
+    code = """
+import itertools, json, os, sys
+sys.path.insert(0, sys.argv[1])
+import faults
+from redline.data.build import build
+
+for call in itertools.count(1):
+    if (pid := os.fork()) == 0:
+        faults.kill_at(call, under=(out := f"{sys.argv[2]}/{call}"))
+        build(sys.argv[4:], out, **json.loads(sys.argv[3]))
+        os._exit(0)
+    if os.waitpid(pid, 0)[1] == 0:
+        break
+"""
+    faults = Path(__file__).parents[1] / "integration"
+    out = tmp_path / "killed"
+    out.mkdir()
+    subprocess.run([sys.executable, "-c", code, faults, out, json.dumps(options), *files], check=True)
+    places = sorted(out.iterdir())
+    assert len(places) > 20
+    for place in places:
+        build(files, place, **options)
+        assert digests(place) == digests(tmp_path / "whole")
+        left = [path.name for path in place.iterdir() if path.name.startswith(".")]
+        assert (left, (place / "building.json").exists()) == ([".lock"], False)
+
+
 def test_parts_in_any_order_and_killed_make_the_same_bytes(tmp_path: Path, files: tuple[str, str]) -> None:
     whole = build(files, tmp_path / "whole", **IN_PARTS)
     assert len(segments(tmp_path, whole.inputs)) == 5

@@ -4,6 +4,7 @@ ways."""
 import dataclasses
 import json
 import math
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,27 @@ def test_an_adapter_survives_the_folder(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="needs a new folder, but"):
         write_adapter(tmp_path / "a", first)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_an_adapter_that_the_disk_refuses_is_one_error_and_nothing_is_left(tmp_path: Path) -> None:
+    """No file may grow beyond the size of the configuration: the weights do not fit."""
+    model = build_model(CONFIG, device="cpu", seed=0)
+    add_lora(model, LoraConfig(rank=2), seed=0)
+    write_adapter(tmp_path / "whole", model)
+    (config, weights) = sorted((tmp_path / "whole").iterdir())
+    assert config.stat().st_size < weights.stat().st_size
+    assert config.stat().st_mode == weights.stat().st_mode, "weights are as readable as the rest"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (config.stat().st_size, hard))
+    try:
+        with pytest.raises(
+            StorageError, match=rf"adapter_model\.safetensors could not be written to {tmp_path} "
+        ):
+            write_adapter(tmp_path / "run", model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    write_adapter(tmp_path / "run", model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "whole"]
 
 
 def test_merging_keeps_the_memory_and_unmerging_the_bits() -> None:

@@ -1,6 +1,8 @@
 """The run folder: torn lines, damaged files, the lock, metrics cut back to a checkpoint, events that stay."""
 
 import json
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +24,27 @@ def test_lines_come_back_as_they_went_in(tmp_path):
     assert read_lines(path) == lines, "whole before it is closed"
     writer.close()
     assert path.read_bytes().count(b"\n") == 2
+
+
+def test_a_disk_that_takes_half_a_line_leaves_room_for_the_line_that_says_so(tmp_path: Path) -> None:
+    """A limit on the size of files that falls inside the third line, and is lifted after it: the operating system takes
+    a part of the line first and then refuses the rest."""
+    path = tmp_path / "events.jsonl"
+    lines = [{"event": "checkpoint", "step": step, "text": "x" * 50} for step in range(3)]
+    length = len(json.dumps(lines[0])) + 1
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer, other = LineWriter(path), LineWriter(path)
+    writer.append(lines[0])
+    other.append(lines[1])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * length + 20, hard))
+    try:
+        with pytest.raises(StorageError, match=r"events\.jsonl cannot be written"):
+            writer.append(lines[2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.stat().st_size == 2 * length
+    other.append({"event": "failed"})
+    assert read_lines(path) == [*lines[:2], {"event": "failed"}]
 
 
 def test_a_file_that_is_not_there_has_no_lines(tmp_path):
@@ -51,6 +74,8 @@ def test_what_a_killed_process_was_writing_is_swept_away(tmp_path):
     with RunFolder(tmp_path / "run") as folder:
         (folder.path / ".plan.json.123.tmp").write_text("half")
         (folder.checkpoints_path / ".best.json.123.tmp").write_text("half")
+        (folder.path / ".adapter.tmp").mkdir()
+        (folder.path / ".adapter.tmp" / "adapter_config.json").write_text("half")
     with RunFolder(tmp_path / "run") as folder:
         assert not list(folder.path.rglob("*.tmp"))
 
@@ -156,6 +181,25 @@ def test_a_folder_with_other_files_is_not_taken(tmp_path: Path):
     with pytest.raises(StorageError, match="holds files that are not a run's"), RunFolder(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.txt"]
+
+
+def test_a_folder_whose_owner_was_killed_while_it_made_it_is_taken(tmp_path: Path) -> None:
+    """At every change to the disk, until none is left."""
+    dying = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import faults; from pathlib import Path;"
+        "from redline.record.run import RunFolder;"
+        "faults.kill_at(int(sys.argv[2]), under=sys.argv[3]); RunFolder(Path(sys.argv[3])).__enter__()"
+    )
+    faults, codes = Path(__file__).parents[1] / "integration", []
+    while not codes or codes[-1]:
+        run = tmp_path / str(len(codes))
+        codes.append(
+            subprocess.run([sys.executable, "-c", dying, faults, str(len(codes) + 1), run]).returncode
+        )
+        with RunFolder(run) as folder:
+            assert folder.checkpoints_path.is_dir()
+    assert codes[:-1] == [-signal.SIGKILL] * (len(codes) - 1)
+    assert len(codes) > 3, "the folder, the lock, the folder of checkpoints"
 
 
 def test_observers_are_called_by_one_thread_at_a_time():

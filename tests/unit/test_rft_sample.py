@@ -125,6 +125,16 @@ def test_a_finished_run_draws_nothing_more(place, unbroken):
     assert stored(unbroken) == before
 
 
+def test_killed_after_the_last_sample_the_next_attempt_records_the_end(place, tmp_path):
+    outcome = draw(place, tmp_path)
+    events = tmp_path / "events.jsonl"
+    events.write_text("".join(line for line in events.open() if '"sampling_end"' not in line))
+    for _ in range(2):  # and says it once
+        assert draw(place, tmp_path).drawn == 0
+        (end,) = events_of(tmp_path, "sampling_end")
+        assert (end["why"], end["samples"], end["solved"]) == ("finished", outcome.samples, outcome.solved)
+
+
 class Stopping(Observers):
     """Stops the run like Ctrl-C after some samples, and notes what it was shown."""
 

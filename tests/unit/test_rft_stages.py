@@ -207,6 +207,20 @@ def test_an_adapter_that_is_not_whole_is_written_again_whether_marked_as_done_or
         assert run_test(session, "samples")["accuracy"] == finished[1]["after"]["accuracy"]
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_killed_between_the_last_update_and_the_mark_the_summary_is_the_same(place, run, half):
+    """While the adapter was written, or after: its folder has a temporary name until it is whole."""
+    done = json.loads((run / "train-samples" / "done.json").read_text())
+    (run / "train-samples" / "done.json").unlink()
+    if half:
+        (run / "adapter" / "adapter_model.safetensors").write_text("half")
+        (run / "adapter").rename(run / ".adapter.tmp")
+    with session_in(place, run) as session:
+        again = train(session, "samples")
+    assert {**again, "elapsed_s": 0} == {**done, "elapsed_s": 0}
+    assert not list(run.glob(".*.tmp"))
+
+
 @pytest.mark.parametrize("damage", ["", "[]", "{}", "[" * 100_000])
 def test_a_damaged_mark_is_one_line(place, run, damage):
     (run / "train-samples" / "done.json").write_text(damage)

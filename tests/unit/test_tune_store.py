@@ -15,7 +15,7 @@ from redline.measure.statistics import Comparison
 from redline.plan.hardware import hardware_as
 from redline.plan.plan import save
 from redline.plan.planner import make_plan
-from redline.tune.store import TrialRow, check_folder
+from redline.tune.store import TrialRow, check_folder, keep, tuned_plan
 
 RECIPE = load_recipe("gpt2-124m")
 PLAN = make_plan(RECIPE, hardware_as("h200-141g", 16))
@@ -39,6 +39,21 @@ def test_the_folder_of_a_run_is_refused_and_left_as_it_was(
         " give another folder with --out\n"
     )
     assert {path.name: path.read_bytes() if path.is_file() else None for path in run.iterdir()} == before
+
+
+def test_a_second_tuning_killed_while_it_is_kept_never_shows_the_first_result_beside_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = replace(PLAN, micro_batch=8, accumulation=64)
+    keep(tmp_path, PLAN, TUNED)
+    with monkeypatch.context() as killed:
+        killed.setattr("redline.tune.store.write_atomic", lambda *_: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception):
+            keep(tmp_path, rules, replace(TUNED, ratio=9.0))
+    assert tuned_plan(tmp_path, RECIPE) is None
+    keep(tmp_path, rules, replace(TUNED, ratio=9.0))
+    plan, result = tuned_plan(tmp_path, RECIPE) or pytest.fail("nothing is kept")
+    assert (plan.micro_batch, result.ratio) == (8, 9.0)
 
 
 def test_trials_of_another_recipe_are_refused_and_those_of_the_same_go_on(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ the library's own thread pool were equally fast (3 to 5 MB/s); threads copy noth
 pool their number can be set.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -40,7 +41,7 @@ from redline.data.shards import (
 from redline.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from redline.errors import DataError
 from redline.machine.facts import cpu_cores
-from redline.record.files import alone, cache_folder, storage_errors, sync_path, write_atomic
+from redline.record.files import alone, cache_folder, storage_errors, sweep, sync_path, write_atomic
 
 Progress = Callable[[int, int, int], None]
 """Called with the bytes of the source files read, their total, and the tokens written."""
@@ -200,7 +201,17 @@ def _finished(out: Path, inputs: Inputs) -> Manifest | None:
         return None
     manifest = Manifest.load(out)
     _same_inputs(out, manifest.inputs, inputs)
+    _clear(out)
     return manifest
+
+
+def _clear(out: Path) -> None:
+    """Remove what only an unfinished build needs, also what one that was killed was writing. Nobody builds in a folder
+    with a manifest."""
+    shutil.rmtree(out / PARTS, ignore_errors=True)
+    with contextlib.suppress(OSError):  # a finished folder may be read-only
+        (out / STATE).unlink(missing_ok=True)
+    sweep(out)
 
 
 def _same_inputs(out: Path, there: Inputs, asked: Inputs) -> None:
@@ -261,8 +272,7 @@ def _join(out: Path, inputs: Inputs, tokenizer: Tokenizer) -> Manifest | None:
         skipped=sum(state.skipped for state in states),
     )
     write_atomic(out / "manifest.json", json.dumps(asdict(manifest), indent=1))
-    (out / STATE).unlink()
-    shutil.rmtree(out / PARTS)
+    _clear(out)
     return manifest
 
 

@@ -101,6 +101,18 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     return said | {"hidden_act": "silu", **rope, "rope_theta": config.rope_theta, **biases}
 
 
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], *, beside: str) -> None:
+    """A safetensors file in a new folder, readable by whoever may read the file `beside` it."""
+    try:
+        safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise StorageError(
+            f"{path.name} could not be written to {path.parent.parent} ({error}); free some space and try again"
+        ) from error
+    # safetensors leaves it readable by its owner alone
+    shutil.copymode(path.with_name(beside), path)
+
+
 def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     shards: list[list[str]] = [[]]
     sizes_bytes = {name: tensor.numel() * dtype.itemsize for name, tensor in tensors.items()}
@@ -118,11 +130,4 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dty
     for file, names in zip(files, shards, strict=True):
         # One shard at a time, so that no second copy of the whole model is held.
         shard = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
-        try:
-            safetensors.torch.save_file(shard, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise StorageError(
-                f"{file} could not be written to {folder.parent} ({error}); free some space and try again"
-            ) from error
-        # safetensors leaves it readable by its owner alone
-        shutil.copymode(folder / "config.json", folder / file)
+        save_tensors(folder / file, shard, beside="config.json")

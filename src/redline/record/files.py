@@ -151,6 +151,16 @@ def new_folder(folder: Path, what: str) -> Iterator[Path]:
         sync_path(folder.parent)
 
 
+def sweep(folder: Path) -> None:
+    """Remove what killed writers left in a folder under the temporary names above. Nobody may be writing there."""
+    for path in folder.glob(".*.tmp"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):  # it may be read-only
+                path.unlink(missing_ok=True)
+
+
 def sync_path(path: Path) -> None:
     """Make the content of a file durable, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)

@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from redline.errors import DataError, RedlineError, StorageError
-from redline.record.files import WAY_OUT, parse_json, read_text, storage_errors, sync_path, write_atomic
+from redline.record.files import (
+    WAY_OUT,
+    parse_json,
+    read_text,
+    storage_errors,
+    sweep,
+    sync_path,
+    write_atomic,
+)
 
 NEEDED: dict[str, tuple[str, type, str]] = {
     "metrics.jsonl": ("step", int, "a whole number"),
@@ -73,9 +81,21 @@ class LineWriter:
 
     def append(self, line: dict[str, Any]) -> None:
         with storage_errors(self.path.name, self.path.parent):
-            data = (json.dumps(line) + "\n").encode()
-            while data:  # a nearly full disk may take only a part
-                data = data[self._file.write(data) :]
+            data, written = (json.dumps(line) + "\n").encode(), 0
+            try:
+                while written < len(data):  # a nearly full disk may take only a part
+                    written += self._file.write(data[written:])
+            except OSError:
+                self._take_back(written)
+                raise
+
+    def _take_back(self, written: int) -> None:
+        """Cut off the part of a line that the disk still took, or the next line, which may say why the run failed, would
+        continue it. Not if another process has appended behind it."""
+        with contextlib.suppress(OSError):  # report the first error
+            end = self._file.tell()
+            if written and os.fstat(self._file.fileno()).st_size == end:
+                self._file.truncate(end - written)
 
     def close(self) -> None:
         self._file.close()
@@ -144,7 +164,8 @@ class RunFolder:
         if self.path.is_dir() and any(self.path.iterdir()) and not any(path.exists() for path in ours):
             raise StorageError(f"{self.path} holds files that are not a run's: give an empty folder{named}")
         with storage_errors("the run folder", self.path):
-            self.checkpoints_path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            # the first name in a new folder: by it the run that was killed next is told from other files
             self._lock = open(self.path / ".lock", "a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -155,6 +176,7 @@ class RunFolder:
         with storage_errors("the run folder", self.path):
             self._lock.truncate(0)
             print(os.getpid(), platform.node(), file=self._lock, flush=True)
+            self.checkpoints_path.mkdir(exist_ok=True)
             self._tidy()
         return self
 
@@ -184,18 +206,23 @@ class RunFolder:
         self._lock.close()
 
     def _tidy(self) -> None:
-        """Clean up after a killed process: half lines, and the temporary files of `write_atomic`."""
+        """Clean up after a killed process: half lines, and the temporary files and folders of `files`."""
         for path in (self.metrics_path, self.events_path):
             cut_torn_line(path)
         for folder in (self.path, self.checkpoints_path):
-            for path in folder.glob(".*.tmp"):
-                path.unlink()
+            sweep(folder)
 
     def event(self, kind: str, **facts: Any) -> None:
         """Append one event; a process that does not own the folder may do so too. It survives the process, but a
         power cut only from the next checkpoint on: waiting for a busy disk here would hold up the training."""
         with contextlib.closing(LineWriter(self.events_path)) as events:
             events.append({"at": round(time.time(), 3), "event": kind, **facts})
+
+    def event_once(self, kind: str, **facts: Any) -> None:
+        """Append an event, unless the last of its kind says the same: an attempt that was killed since has said it."""
+        told = [event for event in read_lines(self.events_path) if event["event"] == kind]
+        if not told or told[-1] | json.loads(json.dumps(facts)) != told[-1]:
+            self.event(kind, **facts)
 
     def sync(self) -> None:
         """Make all metrics and events so far survive a power cut."""

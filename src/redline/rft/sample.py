@@ -27,6 +27,7 @@ from redline.engine.prompt import Asked
 from redline.engine.ray import RayEngine
 from redline.engine.request import Completion, Engine, Request
 from redline.model.transformer import Transformer
+from redline.record.run import read_lines
 from redline.rft.budget import Budget
 from redline.rft.session import Session
 from redline.rft.store import Sample, Source, Store, reasoning_key
@@ -77,11 +78,17 @@ def sample(session: Session) -> Outcome:
         drawing = _Drawing(session, store, store.open_source(session.writer, settings), asked)
         why = session.until_it_fits("sample", drawing.run)
         outcome = drawing.outcome(why)
-    if outcome.drawn:
+    if outcome.drawn or (outcome.samples and not _told(session, outcome)):
         session.folder.event("sampling_end", **asdict(outcome))
     if why == "finished":
         session.release_sampler()
     return outcome
+
+
+def _told(session: Session, outcome: Outcome) -> bool:
+    """Whether the events say how many samples there are; a kill after the last sample leaves that out."""
+    told = [e for e in read_lines(session.folder.events_path) if e["event"] == "sampling_end"]
+    return bool(told) and told[-1].get("samples") == outcome.samples
 
 
 class _Drawing:

@@ -23,7 +23,7 @@ from redline.finetune import check_result, job_of, prepare, write_result
 from redline.finetune import train as run_job
 from redline.record.files import read_json, write_atomic
 from redline.record.observe import Observers
-from redline.record.read import total, values
+from redline.record.read import Line, total, values
 from redline.record.run import RunFolder, read_lines
 from redline.rft.session import Session
 from redline.rft.store import Source, Store
@@ -100,11 +100,12 @@ def train(session: Session, on: On) -> dict[str, Any]:
     session.folder.event(
         f"training_on_{on}", why=outcome.why, step=outcome.step, elapsed_s=round(elapsed_s, 3)
     )
+    lines = read_lines(folder.metrics_path)  # an attempt that was killed may have made the last update
     # of every attempt that ended
     spent_s = total(read_lines(session.folder.events_path), f"training_on_{on}")
     done = Done(
         on=on, why=outcome.why, fingerprint=fingerprint, examples=len(examples), updates=outcome.step,
-        loss=outcome.metrics.get("loss"), rows_per_s=_rows_per_s(folder), elapsed_s=spent_s,
+        loss=next(iter(values(lines[-1:], "loss")), None), rows_per_s=_rows_per_s(lines), elapsed_s=spent_s,
     )  # fmt: skip
     if outcome.why == "finished":
         base = session.model.opened
@@ -116,9 +117,8 @@ def train(session: Session, on: On) -> dict[str, Any]:
     return asdict(done)
 
 
-def _rows_per_s(folder: RunFolder) -> float | None:
+def _rows_per_s(lines: list[Line]) -> float | None:
     """Examples per second over all updates but the first, weighted by time: an epoch's last batch may be short."""
-    lines = read_lines(folder.metrics_path)
     timed = [line for line in lines[1:] or lines if line.get("rows_per_s") and line.get("step_s")]
     spent_s = sum(values(timed, "step_s"))
     return sum(line["rows_per_s"] * line["step_s"] for line in timed) / spent_s if timed else None

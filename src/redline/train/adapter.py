@@ -22,6 +22,7 @@ from torch import Tensor
 from redline.config.recipe import LoraConfig, ModelConfig
 from redline.errors import CheckpointError, ConfigError
 from redline.model.huggingface import architecture
+from redline.model.huggingface_out import save_tensors
 from redline.model.lora import LoraLinear, add_lora, lora_layers
 from redline.model.transformer import Transformer
 from redline.model.weights import read_facts
@@ -64,8 +65,8 @@ def write_adapter(folder: Path, model: Transformer, *, base: str | None = None, 
         return
     text = json.dumps(_config_json(layers, base), indent=2) + "\n"
     with new_folder(folder, "an adapter") as temporary:
-        safetensors.torch.save_file(tensors, temporary / _WEIGHTS, metadata={"format": "pt"})
         (temporary / _CONFIG).write_text(text, encoding="utf-8")
+        save_tensors(temporary / _WEIGHTS, tensors, beside=_CONFIG)
 
 
 def adapter_base(folder: Path) -> str | None:

@@ -327,9 +327,15 @@ class Trainer:
         """The record of the steps, cut back to where the run resumes; on the first process."""
         folder, step = self.opened.folder, self.progress.step
         dropped = folder.cut_metrics(step) if folder is not None else 0
+        told = read_lines(folder.events_path) if folder is not None else []
+        said = {(e["event"], e.get("step"), e.get("first"), e.get("last")) for e in told}
         for first, last in lost_updates(folder, step) if folder is not None else ():
-            self._event("updates_not_recorded", first=first, last=last)
-        begun = attempts(read_lines(folder.events_path)) if folder is not None else []
+            if ("updates_not_recorded", None, first, last) not in said:
+                self._event("updates_not_recorded", first=first, last=last)
+        saved = self.checkpoints.steps() if self.checkpoints is not None else []
+        if step in saved and ("checkpoint", step, None, None) not in said:
+            self._event("checkpoint", step=step)  # killed between the checkpoint and its announcement
+        begun = attempts(told)
         if begun and (before := begun[-1]["world_size"]) != self.process.world_size:
             self._event("resized", step=step, world_size_before=before, world_size=self.process.world_size)
         self._event(

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from redline.config.differences import differences, lasting, refusal
 from redline.config.load import from_toml, to_toml
 from redline.config.recipe import Recipe
-from redline.errors import ConfigError
+from redline.errors import CheckpointError, ConfigError
 from redline.plan.plan import Plan, save
 from redline.record.files import read_text, write_atomic
 from redline.record.observe import Observer, Observers
-from redline.record.run import RunFolder, failures_recorded
+from redline.record.run import RunFolder, failures_recorded, read_lines
 from redline.train.places import resolve, step_folders
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def open_run(
     fork: Path | None = None,
 ) -> Iterator[OpenRun]:
     """Own the folder (on the first process) while the block lasts. Errors are written into its events."""
-    begins_with = resolve(fork, "last") if fork is not None else None
+    begins_with = _fork_point(run, fork) if fork is not None else None
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder(run)) if process.is_first else None
         if folder is not None:
@@ -87,17 +87,32 @@ def open_run(
         yield opened
 
 
+def _fork_point(run: Path, fork: Path) -> Path:
+    """The checkpoint that this run begins with. A run that was killed before its own first checkpoint begins with the same
+    one again: its parent may have gone on since."""
+    folder = RunFolder(run)
+    told = [event for event in read_lines(folder.events_path) if event["event"] == "forked"]
+    if not told or not folder.has_begun() or step_folders(folder.checkpoints_path):
+        return resolve(fork)
+    name = Path(str(told[-1]["source"])).name
+    try:
+        return resolve(fork, name)
+    except CheckpointError as error:
+        gone = f"{run} began with {name} of {fork}, which is gone"
+        raise CheckpointError(f"{gone}: give another folder with --run") from error
+
+
 def adopt(folder: RunFolder, recipe: Recipe, *, fork: Path | None = None) -> None:
     """Make the folder this recipe's, unless it holds the beginnings of another run."""
     changed = changes(folder, recipe)
+    if changed:  # said first: once the recipe is replaced nothing shows the change
+        folder.event_once("extended", changed={key: list(values) for key, values in changed.items()})
     write_atomic(folder.recipe_path, to_toml(recipe))
-    if changed:
-        folder.event("extended", changed={key: list(values) for key, values in changed.items()})
     if fork is not None and not folder.has_begun():
         parent = recipe_of(fork.parent.parent)
         others = differences(parent, recipe) if parent is not None else {}
         listed = {key: list(values) for key, values in others.items()}
-        folder.event("forked", source=str(fork), changed=listed)
+        folder.event_once("forked", source=str(fork), changed=listed)
 
 
 def changes(folder: RunFolder, recipe: Recipe) -> dict[str, tuple[Any, Any]]:

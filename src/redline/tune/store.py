@@ -177,6 +177,7 @@ def check_folder(path: Path, recipe: Recipe, rules: Plan | None = None) -> None:
 
 
 def keep(folder: Path, plan: Plan, result: TuningResult) -> None:
-    """The plan first: a result without one would be believed."""
+    """The result last, and an earlier one is gone before: one beside another plan would be believed."""
+    (folder / "result.json").unlink(missing_ok=True)
     save(plan, folder / "plan.json")
     write_atomic(folder / "result.json", json.dumps(asdict(result), indent=1) + "\n")

@@ -199,11 +199,11 @@ def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
     lost: dict[str, list[float]] = {"validation": [], "checkpoint": [], "logging": _logs_s(observed)}
     for now, after in pairwise([*lines, *end]):
         apart_s = (after.elapsed_s or 0.0) - (now.elapsed_s or 0.0) - (after.step_s or 0.0)
-        stalled_s = float(events.get(("checkpoint", now.step), {}).get("stalled_s") or 0.0)
-        if ("checkpoint", now.step) in events:
-            lost["checkpoint"].append(stalled_s)
+        stalled_s = events.get(("checkpoint", now.step), {}).get("stalled_s")
+        if stalled_s is not None:  # a kill may have taken it
+            lost["checkpoint"].append(float(stalled_s))
         if ("validation", now.step) in events:
-            lost["validation"].append(max(0.0, apart_s - stalled_s))
+            lost["validation"].append(max(0.0, apart_s - float(stalled_s or 0.0)))
     # a fork goes on counting the time of its parent
     before_s = (
         (lines[0].elapsed_s or 0.0) - (lines[0].step_s or 0.0) if first_step(list(observed.events)) else 0.0
