@@ -42,8 +42,6 @@ TEMPERATURE = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationWork:
-    """The model and the work."""
-
     model: ModelConfig
     prompt_tokens: int
     new_tokens: int

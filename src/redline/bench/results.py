@@ -96,7 +96,6 @@ def table(columns: Sequence[Column], rows: Sequence[BenchRow], reference: Refere
 
 
 def brief(columns: Sequence[Column], row: BenchRow) -> str:
-    """The row of the table as a line of progress."""
     label, *cells = _cells(columns, row)
     if "failed" in row:
         return f"{label}: {': '.join(cells[-2:])}"

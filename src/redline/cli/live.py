@@ -71,7 +71,6 @@ def make_view(*, quiet: bool = False, own: bool = True, stream: TextIO | None = 
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether the stream is a terminal that can redraw."""
     dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
     return stream.isatty() and not dumb and os.environ.get("CI", "false").lower() in ("false", "0", "")
 
@@ -329,7 +328,6 @@ def live_panel(seen: Seen, events: Sequence[str], columns: int) -> Panel:
 
 
 def progress(seen: Seen) -> Table:
-    """The progress of the stage, as a bar if its end is known."""
     row = Table.grid(expand=True, padding=(0, 2, 0, 0))
     if not (seen.total_steps or seen.max_hours or seen.questions):
         row.add_row(seen.done())

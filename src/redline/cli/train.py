@@ -181,7 +181,6 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
 
 
 def describe(recipe: Recipe, plan: Plan, folder: Path) -> str:
-    """A few lines: what is trained, and how."""
     p, t = plan.prediction, recipe.train
     count = counted(t.steps, "step") if t.steps else f"{counted(t.epochs, 'epoch')} in steps"
     each = {
@@ -212,7 +211,6 @@ def mfu_note(plan: Plan) -> str:
 def observers_for(
     options: argparse.Namespace, recipe: Recipe, plan: Plan, folder: Path, resume_step: int
 ) -> list[Observer]:
-    """The live view and the exporters that were asked for."""
     size = format_count(plan.prediction.parameters)
     view = make_view(quiet=options.quiet or options.json)
     view.event(
@@ -237,7 +235,6 @@ def exporters_for(
 
 
 def print_outcome(why: str, step: int, folder: Path) -> None:
-    """How a run ended: the outcome, its median speed, and what to do next."""
     run = read_run(folder)
     planned = run.planned_updates
     spent = f" after {format_duration(run.elapsed_s)}" if run.elapsed_s else ""

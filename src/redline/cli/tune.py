@@ -137,7 +137,6 @@ def _brief(row: TrialRow) -> bool:
 
 
 def gain(result: TuningResult) -> str:
-    """What the plan is worth, in a line."""
     speed = format_rate(result.tokens_per_s, "tokens")
     if result.ratio == 1.0:
         compared = [

@@ -115,7 +115,6 @@ def _find(name: str) -> Path:
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
-    """TOML as tables."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError

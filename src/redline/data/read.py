@@ -48,8 +48,6 @@ NOTHING = np.empty(0, dtype=np.uint16)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a file."""
-
     text: str
     offset_bytes: int
     """Bytes of the (perhaps compressed) file read up to it."""
@@ -143,7 +141,6 @@ def files_under(folder: Path, suffixes: tuple[str, ...], what: str) -> list[Path
 
 
 def documents(path: Path, text_field: str) -> Iterator[str]:
-    """The texts of one file in order."""
     return (row.text for row in scan(path, text_field) if not row.wrong)
 
 

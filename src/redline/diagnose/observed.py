@@ -299,7 +299,6 @@ class Observed:
 
     @property
     def memory_share(self) -> float | None:
-        """How much of a device's memory is in use."""
         used, have = self.used_bytes, self.facts.memory_bytes
         return min(1.0, used / have) if used and have else None
 

@@ -182,6 +182,5 @@ def _checked(url: str) -> str:
 
 
 def shown(text: str) -> str:
-    """A text cut to one short line."""
     line = " ".join(text.split())
     return line[:SHOWN_CHARACTERS] + ("…" if len(line) > SHOWN_CHARACTERS else "") or "an empty answer"

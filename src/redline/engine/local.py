@@ -73,8 +73,6 @@ class Stats:
 
 @dataclass(eq=False)
 class _Asked:
-    """A request in progress."""
-
     request: Request
     ids: tuple[int, ...]
     limit: int
@@ -135,7 +133,6 @@ class LocalEngine(Engine):
         self._abandon()
 
     def close(self) -> None:
-        """Free the memory."""
         del self.decoder
         if self.model.embed.weight.is_cuda:
             torch.cuda.empty_cache()
@@ -349,7 +346,6 @@ class LocalEngine(Engine):
     # ---- what has ended ----
 
     def _completions(self) -> Iterator[Completion]:
-        """Turn what has ended into text."""
         ended, self._ended = self._ended, []
         # tuples early: the garbage collector visits lists of numbers again and again
         tokens = [tuple(sample.tokens.tolist()) for sample in ended]

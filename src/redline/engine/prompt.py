@@ -92,5 +92,4 @@ def tokenized(
 
 
 def stop_ids(loaded: Loaded, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Every token that ends an answer."""
     return tuple(dict.fromkeys((*loaded.eos_ids, tokenizer.eot_id)))

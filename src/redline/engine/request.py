@@ -78,8 +78,6 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One sample of a request."""
-
     request: Request
     sample: int
     """`first_sample` .. `first_sample + samples - 1` of its request."""

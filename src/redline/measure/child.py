@@ -76,7 +76,6 @@ def synchronize() -> None:
 
 
 def cuda_peaks() -> dict[str, int]:
-    """Peak bytes of torch's allocator."""
     stats = torch.cuda.memory_stats()
     return {f"{name}_bytes": stats[f"{name}_bytes.all.peak"] for name in ("allocated", "active", "reserved")}
 

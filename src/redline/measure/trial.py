@@ -44,8 +44,6 @@ KILLED = f"killed by signal {signal.SIGKILL.value}"
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How long an arm is measured."""
-
     blocks: int = FEWEST_BLOCKS
     block_s: float = 0.5
     """A block holds as many whole steps as fill this time, at least one."""
@@ -59,8 +57,6 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A subject and its setting."""
-
     subject: str
     """Its class, as `module:name`; child.py says what it must offer."""
     setting: dict[str, Any]
@@ -107,7 +103,6 @@ class Measurement:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens/s of the median block."""
         return self.tokens_per_step / median(self.blocks_s)
 
     @property
@@ -123,8 +118,6 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A trial and what it is compared with."""
-
     before: Measurement
     after: Measurement
     paired: bool

@@ -285,7 +285,6 @@ class _Decider:
         return best[0]
 
     def _sizes(self, share: int) -> list[int]:
-        """Micro-batches that divide the share, the largest first."""
         limit = FULL_PASS_TOKENS[self.hardware.kind] // longest_row(self.recipe)
         sizes = [d for d in range(min(share, max(1, limit)), 0, -1) if share % d == 0]
         if (profile := self.outside.profile) is not None:

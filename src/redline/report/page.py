@@ -36,7 +36,6 @@ UPLOT = "uPlot-1.6.32.min"
 
 
 def write_page(runs: list[RunView], out: Path) -> None:
-    """Write the page of these runs."""
     write_atomic(out, page(runs))
 
 

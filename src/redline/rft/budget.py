@@ -102,7 +102,6 @@ class Budget:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Ask for nothing more."""
         with self._changed:
             self.stopped = True
             self._changed.notify_all()

@@ -33,7 +33,6 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def stats(run: Path) -> dict[str, Any]:
-    """All figures of the samples that a run drew last."""
     with Store(run / "samples.db", create=False) as store:
         source, settings = store.latest()
         questions, verdicts = store.tallies(source), store.verdicts(source)

@@ -230,7 +230,6 @@ def shaped_reward(sample: Sample, rl: RlConfig) -> float:
 
 
 def _exchange(groups: list[Group], process: Process) -> list[Group]:
-    """The groups of all processes, on all of them."""
     if process.world_size == 1:
         return groups
     return [read_group(line) for lines in process.all_of(list(map(write_group, groups))) for line in lines]

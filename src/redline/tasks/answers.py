@@ -33,7 +33,6 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][-+]?\d{
 
 
 def find(completion: str) -> str | None:
-    """The answer as it is in the completion, or None."""
     text = completion.rpartition("</think>")[2]
     for pattern in _TAGS:
         if found := pattern.findall(text):

@@ -177,7 +177,6 @@ class _Child:
         self.weakness: str | None = replies[0]["weakness"]
 
     def stop(self) -> None:
-        """Kill the process for good."""
         self._stopped = True
         self._end()
 

@@ -173,8 +173,6 @@ def _switches(part: catalogue.StudyPart, name: str) -> bool:
 
 
 class _Waterfall:
-    """One part of a study."""
-
     def __init__(
         self,
         name: str,
@@ -397,7 +395,6 @@ def mfu(row: AblationRow, recipe: Recipe, hardware: Hardware) -> float | None:
 
 
 def brief(row: AblationRow) -> str:
-    """A row in a line, for progress."""
     if row.measured_ratio is None:
         said = f"{row.tokens_per_s:,.0f} tokens/s" if row.tokens_per_s else f"{row.outcome}: {row.note}"
         return f"{row.stage}, {row.name}: {said}"

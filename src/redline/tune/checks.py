@@ -90,8 +90,6 @@ class Numbers:
 
 @dataclass
 class Case:
-    """What the checks look at."""
-
     plan: Plan
     trainer: Trainer
     rows: Sequence[Lesson]

@@ -36,8 +36,6 @@ Times = list[float | None]
 
 @dataclass
 class Timed:
-    """The updates of a run with their times."""
-
     rows: list[Row]
     events: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -171,7 +169,6 @@ def _from_estimates(rows: Sequence[Row]) -> Times:
 
 
 def _from_summary(rows: Sequence[Row], log: Log) -> Times:
-    """The mean of the run, minus its validations."""
     runtime_s, rate = log.summary.get("runtime_s", 0.0), log.summary.get("updates_per_s")
     updates = log.summary.get("updates") or rows[-1].total or runtime_s * (rate or 0.0)
     mean_s = runtime_s / updates if updates else 1 / rate if rate else 0.0
