@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,7 @@ COLUMNS: tuple[Column, ...] = (
     *MEASURED,
     ("MFU", "{:.1%}".format, "mfu_share"),
     ("against bare", lambda ratio: f"{ratio - 1:+.2%}", "against"),
-    (
-        "predicted",
-        lambda p, seen: f"{format_bytes(p)}, {p / seen - 1:+.1%}",
-        "predicted_bytes",
-        "memory_bytes",
-    ),
+    ("predicted", lambda p, was: f"{format_bytes(p)}, {p / was - 1:+.1%}", "predicted_bytes", "memory_bytes"),
     ("first step", format_duration, "first_step_s"),
 )
 
@@ -186,17 +182,14 @@ def loop(setting: dict[str, Any]) -> Iterator[BenchRow]:
     first = trainer.source.next()
     # a captured update copies its rows from the host in any case
     batch = first if plan.graph else first.moved(lambda part: part.to(device))
-
-    def bare_step() -> None:
-        trainer.executor.take(batch, targets=float(recipe.tokens_per_step), lr_factor=1.0)
-
+    tokens = float(recipe.tokens_per_step)
     trainer.turn()
     synchronize()
     first_step_s = time.perf_counter() - started_s
     arms = {
         # the last line of a block is written while its clock still runs
         "loop": _Steps(setting, trainer.turn, trainer.drain),
-        "bare": _Steps(setting, bare_step),
+        "bare": _Steps(setting, partial(trainer.executor.take, batch, targets=tokens, lr_factor=1.0)),
     }
     yield _row(_speeds(arms, recipe, setting), first_step_s) | {
         "predicted_bytes": plan.prediction.memory_bytes,
@@ -216,8 +209,7 @@ def plain(setting: dict[str, Any]) -> Iterator[BenchRow]:
         step()
         synchronize()
         first_step_s = time.perf_counter() - started_s
-        speeds = _speeds({"plain": _Steps(setting, step)}, recipe, setting)
-        yield _row(speeds, first_step_s)
+        yield _row(_speeds({"plain": _Steps(setting, step)}, recipe, setting), first_step_s)
 
 
 def _plain_step(recipe: Recipe, plan: Plan, process: Process) -> Callable[[], object]:
@@ -240,8 +232,8 @@ def _plain_step(recipe: Recipe, plan: Plan, process: Process) -> Callable[[], ob
     shape, vocab = (recipe.train.batch_size, recipe.data.seq_len), recipe.model.vocab_size
     inputs, targets = (torch.randint(0, vocab, shape, device=device) for _ in range(2))
     executor = Eager(learner, Sequences(pass_size=plan.micro_batch, share=recipe.train.batch_size))
-    batch, tokens = Batch(inputs, targets, {}), float(recipe.tokens_per_step)
-    return lambda: executor.take(batch, targets=tokens, lr_factor=1.0)
+    tokens = float(recipe.tokens_per_step)
+    return partial(executor.take, Batch(inputs, targets, {}), targets=tokens, lr_factor=1.0)
 
 
 # ---- Hugging Face's Trainer ----

@@ -81,7 +81,8 @@ def _from_table(table: dict[str, Any], where: str) -> Recipe:
         for name, values in DEFAULTS.get(workload, {}).items():
             given = table.setdefault(name, {})
             if isinstance(given, dict):
-                table[name] = _under(values, given)
+                dropped = {other for name, other in _EITHER.items() if given.get(name)}
+                table[name] = {key: value for key, value in values.items() if key not in dropped} | given
     return check(build(Recipe, table, where))
 
 
@@ -96,12 +97,6 @@ def _replace_the_other(table: dict[str, Any], named: set[str]) -> None:
         replaced = f"train.{name}" in named and f"train.{other}" not in named
         if replaced and isinstance(train, dict) and train.get(name):
             train.pop(other, None)
-
-
-def _under(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The given values over the defaults; of two ways to say one thing, only the given one."""
-    dropped = {other for name, other in _EITHER.items() if given.get(name)}
-    return {key: value for key, value in defaults.items() if key not in dropped} | given
 
 
 def _find(name: str) -> Path:

@@ -316,7 +316,8 @@ def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, fused: 
     if model.qk_norm and rotated and fused and a == 2 and model.attention == "softmax":
         rotated += kv_width  # the kernel for both copies the values along
     attention = a * (width + 2 * kv_width + width) + 4 * model.num_heads  # q, k, v, output and log-sum-exp
-    if model.attention == "favor" and recompute == "none" and not _favor_kernel(model, precision, fused):
+    kernel = fused and precision in ("bf16", "fp8") and favor_fits(model.head_size, model.features)
+    if model.attention == "favor" and recompute == "none" and not kernel:
         attention += _favor_bytes(model)
     if recompute == "selective" or precision == "fp8":
         return a * (2 * D + inner + (rotated if recompute == "none" else 0)) + attention
@@ -326,10 +327,6 @@ def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, fused: 
     # Else the gate's activation too, and what RMSNorm and rotation computed in fp32.
     gate = a * F if model.activation == "swiglu" else 0
     return kept + gate + (16 * D if model.norm == "rmsnorm" else 0) + (8 * rotated if a == 2 else 0)
-
-
-def _favor_kernel(model: ModelConfig, precision: str, fused: bool) -> bool:
-    return fused and precision in ("bf16", "fp8") and favor_fits(model.head_size, model.features)
 
 
 def _favor_bytes(model: ModelConfig) -> int:

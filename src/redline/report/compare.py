@@ -62,7 +62,8 @@ def _level(runs: list[Run]) -> tuple[Level, str]:
         return "loss only", f"the same training ran on different hardware ({'; '.join(elsewhere)})"
     if len(trainings) == 1 and same_data:
         return "yes", "the same training (one fingerprint) on the same hardware"
-    if _tested_alike(runs):
+    tests = [(run.recipe.get("task"), run.recipe.get("test")) for run in runs]
+    if all(run.workload == "rft" for run in runs) and all(test == tests[0] for test in tests):
         return "accuracy only", "the runs are tested in the same way but train on different samples"
     same_work = len(works) == 1 and None not in works and not elsewhere
     same = "the work of an update is the same, on the same hardware"
@@ -89,12 +90,6 @@ def _validated_alike(runs: list[Run]) -> bool:
         and first.workload == "pretrain"
         and all(other is not None and not unlike_data(first, other) for other in others)
     )
-
-
-def _tested_alike(runs: list[Run]) -> bool:
-    """Whether these are RFT runs that answer the same held-out questions, such as the rounds of one."""
-    tests = [(run.recipe.get("task"), run.recipe.get("test")) for run in runs]
-    return all(run.workload == "rft" for run in runs) and all(test == tests[0] for test in tests)
 
 
 def _differences(tables: list[dict[str, Any]]) -> list[str]:

@@ -163,7 +163,10 @@ class Trainer:
         while True:
             try:
                 self.instruments.begin()
-                told = self._diagnose(batch) if self.diagnosis.due(done.step + 1) else {}
+                told: Numbers = {}
+                if self.diagnosis.due(done.step + 1):
+                    told = self.diagnosis.measure(self.learner, self.objective, batch)
+                    self.instruments.mark("diagnose_s")
                 update = self.executor.take(batch, targets=targets, lr_factor=factor)
                 update = replace(update, numbers={**update.numbers, **told}) if told else update
                 break
@@ -183,11 +186,6 @@ class Trainer:
             facts |= {"loss_scale": self.learner.scale.value, "skipped": int(update.skipped)}
         self.waited_s = self.source.waited_s
         self.instruments.push(facts, update, Work(int(tokens), int(rows)))
-
-    def _diagnose(self, batch: Batch) -> Numbers:
-        told = self.diagnosis.measure(self.learner, self.objective, batch)
-        self.instruments.mark("diagnose_s")
-        return told
 
     def _executor(self) -> Executor:
         if self.plan.graph:

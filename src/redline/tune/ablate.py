@@ -215,8 +215,7 @@ class _Waterfall:
 
     def leave_out(self) -> Iterator[AblationRow]:
         """Each of those kept, left out of the best."""
-        for entry, before in self.kept:
-            yield self._without(entry, before)
+        return (self._without(entry, before) for entry, before in self.kept)
 
     # ---- a row ----
 

@@ -120,7 +120,9 @@ def _answered(
 ) -> list[Check]:
     """What the answers prove about generation, and training on them about the update (RL only weighs its losses)."""
     with plain_fp32():
-        gap = logprob_gap(_in_fp32(model), completions)
+        reference = copy.deepcopy(model).float()
+        reference.compute_dtype, reference.cross_entropy = torch.float32, "torch"  # operation by operation
+        gap = logprob_gap(reference, completions)
     half = model.compute_dtype != torch.float32
     generation = [log_probabilities(gap, len(completions), half=half), generation_graphs(model)]
     trainer = _learner_of(recipe, plan, model, process, completions)
@@ -228,13 +230,6 @@ def _reference(recipe: Recipe, model: Transformer, rows: Sequence[Lesson], targe
             one = rule.learn(reference, row)
             total += float(one.run(1 / targets, lambda phase: None)["loss"]) / targets
     return Numbers(total, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
-
-
-def _in_fp32(model: Transformer) -> Transformer:
-    """A copy that computes in fp32, operation by operation."""
-    reference = copy.deepcopy(model).float()
-    reference.compute_dtype, reference.cross_entropy = torch.float32, "torch"
-    return reference
 
 
 # ---- the learning rule ----
