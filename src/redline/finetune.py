@@ -152,8 +152,7 @@ def read_split(recipe: Recipe, base: Opened) -> Split:
 def _validation(
     examples: Sequence[Example], process: Process
 ) -> Callable[[Transformer, int], dict[str, float]]:
-    """The mean loss on the held-out answers. Every process computes all of them: a sharded model must run on all
-    of them together, and they are few."""
+    """Mean loss on the held-out answers. Every process computes all: a sharded model must run on all of them."""
     answers = sum(len(example.answer) for example in examples)
 
     @torch.no_grad()
@@ -177,8 +176,7 @@ def check_result(recipe: Recipe) -> None:
 def write_result(
     model: Transformer, recipe: Recipe, base: Opened, process: Process, *, adapter: Path, whole: Path
 ) -> None:
-    """The adapter or the whole model, gathered from all processes and written by the first. It replaces what a killed
-    attempt left."""
+    """Write the adapter or the whole model, gathered on the first process, over what a killed attempt left."""
     if process.is_first:
         for folder in (adapter, whole):
             shutil.rmtree(folder, ignore_errors=True)

@@ -46,8 +46,7 @@ class Corpus:
     valid: TokenDataset | None
     tokenizer: Tokenizer
     fingerprint: str
-    """Changes when the tokens do (a stream's: when its files' names or sizes do); a run resumes only with the
-    same."""
+    """Changes with the tokens (a stream's: with its files' names or sizes); a run resumes only with the same."""
     unhashed_bytes: int = 0
     """Shards too large to be hashed at every start."""
 
@@ -62,8 +61,7 @@ def pretrain(
     progress: Progress | None = None,
     fork: Path | None = None,
 ) -> Outcome:
-    """Train the recipe in the run folder. The first process calls `observers(resume_step)` once the folder is
-    open."""
+    """Train in the run folder. The first process calls `observers(resume_step)` once the folder is open."""
     check_device(plan)
     with open_run(recipe, plan, run, process, observers=observers, fork=fork) as opened:
         corpus = open_corpus(recipe, run, process, progress)
@@ -121,8 +119,7 @@ def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened:
 
 
 def open_corpus(recipe: Recipe, run: Path, process: Process, progress: Progress | None) -> Corpus:
-    """Build what must be built (once, by the first process) and open it on every process; refuses what cannot
-    train."""
+    """Build what is missing (the first process) and open it on every one; refuses what cannot train."""
     data, seq_len = recipe.data, recipe.data.seq_len
     if data.stream:
         corpus = _stream(recipe, run, process)

@@ -88,8 +88,7 @@ WORKS = {
 
 
 def _summary(row: BenchRow, rows: Sequence[BenchRow], *_: Any) -> BenchRow:
-    """Its speeds over the timed blocks, and the largest difference of its losses from each of Hugging Face's, over the
-    updates that both made."""
+    """Its speeds in the timed blocks, and how far its losses are from each of Hugging Face's at most."""
     found: BenchRow = {}
     if "blocks" in row:
         found |= spread([block["examples"] / block["seconds"] for block in row["blocks"]], "rows_per_s")

@@ -34,8 +34,7 @@ def shipped() -> dict[str, Path]:
 def load_recipe(
     name: str, overrides: Sequence[str] = (), *, preset: str | None = None, say: Say = lambda note: None
 ) -> Recipe:
-    """Read a recipe by name or path, apply the preset and then the `table.key=value` overrides, and check every rule.
-    `say` is told what was adjusted."""
+    """Read a recipe by name or path, with preset and overrides, and check it. `say` is told what was adjusted."""
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}{nearest(preset, PRESETS)}: known are {', '.join(PRESETS)}")
     path = _find(name)
@@ -70,8 +69,7 @@ def from_toml(text: str, where: str) -> Recipe:
 
 
 def _from_table(table: dict[str, Any], where: str) -> Recipe:
-    """The checked recipe: the table over its workload's defaults. A table that the workload does not read is an error:
-    it would have no effect."""
+    """The checked recipe, over its workload's defaults. A table that the workload does not read is an error."""
     workload = table.get("workload", "pretrain")
     if isinstance(workload, str) and workload in TABLES:
         for name in Recipe.__dataclass_fields__:

@@ -113,8 +113,7 @@ def _joined(source: str, folder: Path) -> Path:
 
 
 def splits_of(files: Sequence[Path]) -> dict[Path, Split]:
-    """The split of each file, where some are named train* and others valid* or dev*; test* has none. Empty: the
-    names do not tell."""
+    """The split of each file by names (train*, valid* or dev*; test* has none); empty if they do not tell."""
     named: dict[Path, Split] = {}
     for file in files:
         if file.name.startswith(("train", "valid", "dev")):
@@ -299,8 +298,7 @@ def encoded(
     end_file: int | None = None,
     workers: int = 1,
 ) -> Generator[Document, None, None]:
-    """The documents of the splits, and rows without text, from a position up to a file. Close it to stop its
-    threads."""
+    """Documents of the splits, and rows without text, from a position on. Close it to stop its threads."""
     in_flight: deque[Future[list[Document]]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="encode") as pool:
         try:

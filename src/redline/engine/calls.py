@@ -39,8 +39,7 @@ class _Lost(Exception):
 
 
 class Line:
-    """The connections to one server, used from any thread and closed together. The key comes from the environment and is
-    never printed."""
+    """The connections to one server, for any thread. The key comes from the environment and is never printed."""
 
     def __init__(
         self, url: str, *, connections: int, timeout_s: float, progress: Callable[[str], None]
@@ -157,8 +156,7 @@ class Line:
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """A JSON object, or None if it is not one. Some servers cut a character in half, which our own files never
-    contain."""
+    """A JSON object, or None. Some servers cut a character in half, which our own files never contain."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

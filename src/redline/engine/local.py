@@ -41,8 +41,7 @@ host some 0.3 ms. Once nothing waits for a slot, looks are half as frequent."""
 STREAM_STEPS = 2
 """The same for a stream."""
 AHEAD = 8
-"""Prompts for one in this many slots are read before they are needed, so that the GPU does not wait while the host
-launches that work."""
+"""Prompts for one in this many slots are read ahead, so that the GPU need not wait for their launch."""
 PREFILL_TOKENS = 32_768
 """Most prompt tokens read in one pass: enough to fill a GPU, few enough to bound the activations."""
 _IDLE_S = 0.001
@@ -142,8 +141,7 @@ class LocalEngine(Engine):
         self.decoder.forward.refresh()
 
     def stream(self, request: Request, say: Callable[[str], None]) -> Completion:
-        """The one sample of a request without stop strings; `say` gets its text in pieces, as it comes. A partial
-        character waits for the rest."""
+        """The sample of a request without stop strings; `say` gets its text in pieces of whole characters."""
         assert request.samples == 1
         assert not request.sampling.stop_strings
         said = ""
@@ -335,8 +333,7 @@ class LocalEngine(Engine):
         return found
 
     def _may_begin(self, characters: frozenset[str]) -> np.ndarray:
-        """Which tokens hold one of the characters, or part of one. Turning every slot's tokens into text would hold up
-        the GPU."""
+        """Tokens that hold one of the characters, or part of one: decoding every slot would hold up the GPU."""
         if characters not in self._beginnings:
             texts = self.tokenizer.decode_batch([[token] for token in range(self.model.config.vocab_size)])
             wanted = (*characters, "\ufffd")

@@ -51,8 +51,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and how many samples of it. A sample's seed and number fix its text, whatever else is generated at the
-    same time."""
+    """A prompt and how many samples of it. Seed and number fix a sample's text, whatever runs beside it."""
 
     prompt: str | tuple[int, ...]
     """Text in which special tokens are recognised (a rendered chat template), or token ids."""
@@ -86,8 +85,7 @@ class Completion:
     tokens: tuple[int, ...]
     """New tokens, including the one that ended it; empty if a server does not return them."""
     logprobs: tuple[float, ...]
-    """Natural log-probability of each token under the model itself: temperature 1, nothing filtered. Empty if `tokens`
-    is."""
+    """Log-probability of each token under the model itself (temperature 1, no filter); empty without tokens."""
     finish: Finish
     told_tokens: int = 0
     """How many new tokens a server reports without returning them."""

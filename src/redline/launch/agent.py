@@ -47,8 +47,7 @@ class Nodes:
 
 
 class Stopped(BaseException):
-    """Somebody asked this node to stop, and its processes have. A BaseException, because torch's `except Exception`
-    must not keep it."""
+    """Somebody asked this node to stop, and its processes have. Not an Exception: torch would catch that."""
 
 
 def run_on_nodes(nodes: Nodes, nproc: int, arguments: Sequence[str], run: Path) -> int:

@@ -37,8 +37,7 @@ SCRATCH = "REDLINE_TRIAL_FOLDER"
 """Tells a child where to write what its parent will remove. Not TMPDIR, where compilers keep their results."""
 RANDOM_ROWS = 1000
 PROMPT_SHARE, ANSWER_SHARE = (0.14, 0.28), (0.08, 0.20)
-"""Tokens of a random prompt and answer as shares of the longest row, as in tuning guide 003's data
-(docs/claims.md)."""
+"""Random prompts and answers as shares of the longest row, as in tuning guide 003 (docs/claims.md)."""
 KILLED = f"killed by signal {signal.SIGKILL.value}"
 
 
@@ -159,8 +158,7 @@ class GenerationSwitches:
     """torch.cuda.empty_cache() after every batch; needs `refilled` off, because refilled slots have no batches."""
 
     def in_force(self) -> Self:
-        """The same, with switches that have no effect here set to one value, so that equal work has equal
-        settings."""
+        """The same, with switches that have no effect here at one value: equal work has equal settings."""
         if not self.cached:
             return replace(self, refilled=False, shared=False, graphs=False)
         return replace(self, merged=True, clear_cache=self.clear_cache and not self.refilled)
@@ -253,8 +251,7 @@ class TrialFolder:
 
 
 def _stands(line: dict[str, Any], path: Path) -> bool:
-    """Whether a trial need not run again: it ended well, or did not fit even alone. Crashes and timeouts may be
-    chance."""
+    """Whether a trial need not run again: it ended well, or did not fit even alone. A crash may be chance."""
     try:
         measured = build(Measurement, line["measured"], where="measured")
         beside = build(Measurement, line["beside"], where="beside") if line["beside"] is not None else None

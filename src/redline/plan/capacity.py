@@ -29,11 +29,9 @@ BASE_S, NVLINK_HOP_S, PCIE_HOP_S, NETWORK_HOP_S = 8.4e-6, 3.4e-6, 5.7e-6, 14e-6
 """Latency of a ring and of each of its hops, as NCCL's cost model has them (src/graph/tuning.cc, ring, simple)."""
 FASTEST_PCIE = 64e9
 DECODE_LAYER_S = 45e-6
-"""Extra time of a decode step per layer, besides its bytes and products: 1.43 ms for 32 layers with 1 or 32 sequences on
-an H200 (benchmarks/generate)."""
+"""Extra time of a decode step per layer: 1.43 ms for 32 layers on an H200 (benchmarks/generate)."""
 EAGER_SHARE = 0.75
-"""Share of the roofline that uncompiled updates reach: in RL on an H200 0.68 at 360M and 0.83 at 1.3B
-(benchmarks/rl, rl-update)."""
+"""The roofline share of uncompiled updates: RL on an H200 0.68 at 360M, 0.83 at 1.3B (benchmarks/rl)."""
 PAYS = 0.5
 """Below this efficiency half of every GPU-hour is lost."""
 

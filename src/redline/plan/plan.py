@@ -110,8 +110,7 @@ class Plan:
     prefetch: int
     allocator: str
     shards: int
-    """Processes that hold one copy of weights, gradients and optimiser state together; if there are more processes, each
-    such group has its own copy."""
+    """Processes that together hold one copy of weights, gradients and optimiser state; others hold further copies."""
     slots: int
     """Sequences generated together; 0 if the workload generates none."""
     prediction: Prediction

@@ -22,8 +22,7 @@ from redline.plan.values import NEEDED_CAPABILITY, why_not
 from redline.record.units import counted, format_duration
 
 FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
-"""Tokens in a pass where speed levels off (H200, share of the speed at 64k: at 124M 32k give 96%, 8k 80%, 1k 11
-%)."""
+"""Tokens of a pass where speed levels off (H200, 124M: 32k reach 96% of 64k's speed, 8k 80%, 1k 11%)."""
 THIN_PASS_TOKENS = 4_096
 """Below this a GPU starves, and recomputing activations to fit more tokens pays."""
 MOST_SLOTS = {"cuda": 2048, "cpu": 64}
@@ -42,8 +41,7 @@ ROLLOUT_SHARE = 0.1
 def make_plan(
     recipe: Recipe, hardware: Hardware, *, world_size: int = 1, nodes: int = 1, outside: Outside | None = None
 ) -> Plan:
-    """Decide every value for processes on so many nodes. MachineError if the recipe cannot fit, ConfigError if pins
-    contradict the batch."""
+    """Decide every value. MachineError if the recipe cannot fit, ConfigError if pins contradict the batch."""
     outside = outside or Outside(environment={})
     if world_size < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {world_size}")

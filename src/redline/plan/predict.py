@@ -23,8 +23,7 @@ MEMORY_SHARE = 0.92
 RL_GENERATION_SHARE = 0.4
 """Share of the device's memory that an engine may take if it stays open during training (RL)."""
 OWN_COPY_SHARE = 0.5
-"""Share of the usable memory that weights, gradients and optimiser state may take for every node to have a copy: activations need
-the rest."""
+"""The most that weights, gradients and optimiser state may take for each node to have a copy."""
 
 
 def longest_row(recipe: Recipe) -> int:

@@ -279,8 +279,7 @@ def accuracies(evaluations: list[dict[str, Any]]) -> list[Test]:
 
 
 def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
-    """The comparison: one row per figure, one cell per run; comparable speeds also as a factor of the first
-    run's."""
+    """A row per figure, a cell per run; comparable speeds also as a factor of the first run's."""
     all_ = [run.summary for run in runs]
     rft = all(s.workload == "rft" for s in all_)
     speeds = Comparable([run.run for run in runs]).level in ("yes", "speed only")

@@ -187,8 +187,7 @@ class _Drawing:
 
 @contextmanager
 def _in_background(keep: Keep, stop: Callable[[], None]) -> Iterator[Callable[[Completion], None]]:
-    """A thread that keeps what has come since its last turn. Its error stops the engine and is raised here at
-    the end."""
+    """A thread that keeps what has come since its last turn. Its error stops the engine and is raised here."""
     waiting, failed = deque[Completion](), list[BaseException]()
 
     def turn() -> None:

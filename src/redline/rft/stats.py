@@ -110,8 +110,7 @@ FORMATS = (".json", ".jsonl", ".parquet")
 
 
 def export(run: Path, to: Path, *, per_question: int | None = None) -> int:
-    """Write the samples in the format of the file's suffix; returns how many. `per_question`: how many to keep of each
-    (0: all; default: the recipe's)."""
+    """Write the samples as the suffix says; returns how many. `per_question`: how many to keep (0: all)."""
     if to.suffix not in FORMATS:
         raise ConfigError(
             f"samples are written as {', '.join(FORMATS)}, got {to.name!r}: use one of these suffixes"

@@ -53,8 +53,7 @@ class Policy:
         phase: Callable[[str | None], None] = lambda name: None,
         on: OnRay | None = None,
     ) -> None:
-        """`event` and `phase` are called with what happens and which part of a step begins, here and where answers are drawn.
-        `on`: workers that draw the answers."""
+        """`event` and `phase` are told what happens and which part of a step begins. `on`: workers that answer."""
         if on is not None:
             _check_workers(process, rl)
         self.on, self.behind = on, rl.max_versions_behind if on is not None else 0

@@ -56,8 +56,7 @@ def reinforce(
     fork: Path | None = None,
     on: OnRay | None = None,
 ) -> Outcome:
-    """Train the recipe's model on its domains in the run folder, and write the result there. `on`: workers that draw the
-    answers; without any the trainer does."""
+    """Train on the recipe's domains and write the result. `on`: workers that answer; else the trainer does."""
     check_device(plan)
     check_result(recipe)
     with open_run(recipe, plan, run, process, observers=observers, fork=fork) as opened:

@@ -286,8 +286,7 @@ class Trainer:
                 )
 
     def _checkpoint(self) -> None:
-        """Save without waiting for the disk, after the lines so far: no checkpoint holds an update that went
-        wrong."""
+        """Save in the background, after the lines so far: no checkpoint holds an update that went wrong."""
         self._write(self.instruments.ready(drain=True))
         if self.checkpoints is None:
             return

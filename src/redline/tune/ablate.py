@@ -79,8 +79,7 @@ class AblationRow:
     quality: Quality | None = None
     """What both states train to, if that was asked for and decides whether the change is kept."""
     outcome: str = "ok"
-    """ok, out_of_memory, crashed, timed_out, not applicable, no change, not run; or the standing of what is no
-    switch."""
+    """ok, out_of_memory, crashed, timed_out, not applicable, no change, not run; or the entry's standing."""
     note: str = ""
     """Why, where the outcome is not ok."""
     kept: bool = False
@@ -284,8 +283,7 @@ class _Waterfall:
     def _quality(
         self, judge: Judge, entry: catalogue.Optimization, candidate: Switches, now: Measurement
     ) -> Quality | None:
-        """What the state before (which is `now` as fast) and the candidate train to; None if no plan value differs, as with
-        padding."""
+        """What the state before (as fast as `now`) and the candidate train to; None if no plan value differs."""
         if self.sound is None:
             return None
         assert isinstance(self.arms, UpdateArms), "generation is no training"

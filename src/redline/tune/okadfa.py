@@ -101,8 +101,7 @@ def study(
     train: Train,
     progress: Say,
 ) -> list[Row]:
-    """Every arm, or those named, on the hardware of this title; a run that fails ends the study, except for one that
-    diverges."""
+    """Every arm, or those named. A run that fails ends the study, except for one that diverges."""
     known = {arm.name: arm for arm in ARMS}
     if odd := [name for name in arms if name not in known]:
         raise ConfigError(f"no arm {odd[0]!r}: the arms are {', '.join(known)}")
