@@ -66,10 +66,8 @@ class FinetuningWork:
             weight_decay=0.0,
             beta2=0.999,
         )
-        data = DataConfig(source=RANDOM_WEIGHTS, seq_len=self.padded_to)
-        return Recipe(
-            name="bench", workload="finetune", model=self.model, data=data, train=train, lora=self.lora
-        )
+        data, lora = DataConfig(source=RANDOM_WEIGHTS, seq_len=self.padded_to), self.lora
+        return Recipe(name="bench", workload="finetune", model=self.model, data=data, train=train, lora=lora)
 
 
 WORKS = {
@@ -208,9 +206,8 @@ def peft_model(work: FinetuningWork) -> Any:
     prepare(ours, work.recipe, process)
     plain = {name: p.detach() for name, p in ours.named_parameters() if "lora" not in name}
     modules = [module.split(".")[1] for module in MODULES.values()]
-    lora = peft.LoraConfig(
-        r=work.lora.rank, lora_alpha=work.lora.alpha, target_modules=modules, task_type="CAUSAL_LM"
-    )
+    its = {"r": work.lora.rank, "lora_alpha": work.lora.alpha, "target_modules": modules}
+    lora = peft.LoraConfig(**its, task_type="CAUSAL_LM")
     model = peft.get_peft_model(theirs.model_of(work.model, plain, device=process.device), lora)
     start = peft_tensors(ours)
     learning = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}

@@ -262,9 +262,8 @@ def _recipe(
 
 def _plan(recipe: Recipe) -> Plan:
     facts = read_facts()
-    return make_plan(
-        recipe, hardware_here(facts if torch.cuda.is_available() else replace(facts, gpus=()), None)
-    )
+    facts = facts if torch.cuda.is_available() else replace(facts, gpus=())
+    return make_plan(recipe, hardware_here(facts, None))
 
 
 def redline(setting: dict[str, str], compiled: Compile = "off") -> Iterator[BenchRow]:

@@ -49,9 +49,7 @@ LABELS = {
     "plain": "plain PyTorch",
     "hf": "HF Trainer",
 }
-WHOLE_SOFTMAX = (
-    "not run: it would compute the whole softmax; train.softmax_candidates=0 compares the same work"
-)
+WHOLE_SOFTMAX = "not run: it would compute the whole softmax; train.softmax_candidates=0 compares them"
 COLUMNS: tuple[Column, ...] = (
     ("arm", str, "label"),
     *MEASURED,

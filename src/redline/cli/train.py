@@ -90,9 +90,7 @@ def nodes_of(options: argparse.Namespace) -> tuple[int, int]:
         raise ConfigError(f"--nnodes takes a number or MIN:MAX, like 2 or 1:4, got {given!r}")
     place = re.fullmatch(r"[^\s:]+:(\d{1,5})", options.rdzv or "")
     if options.nnodes is None and options.rdzv:  # a script for any number of machines may well say 1
-        raise ConfigError(
-            f"--rdzv {options.rdzv} is where several machines meet: add --nnodes, or leave it out"
-        )
+        raise ConfigError(f"--rdzv {options.rdzv} is where several machines meet: add --nnodes, or omit it")
     if int(most or least) > 1 and (place is None or int(place[1]) >= 2**16):
         got = f"got {options.rdzv!r}" if options.rdzv else "it is missing"
         raise ConfigError(f"--nnodes {options.nnodes} needs --rdzv HOST:PORT, the same on each; {got}")

@@ -46,9 +46,7 @@ class Line:
     ) -> None:
         self.url, key = _checked(url), os.environ.get(KEY_VARIABLE)
         if key and (not key.isascii() or not key.isprintable() or " " in key):
-            raise ConfigError(
-                f"the key ({KEY_VARIABLE}) must be printable ASCII without spaces, but it is not"
-            )
+            raise ConfigError(f"the key ({KEY_VARIABLE}) must be printable ASCII without spaces")
         import httpx  # here: it takes a tenth of a second, and most runs call no server
 
         self._httpx = httpx
@@ -119,9 +117,7 @@ class Line:
             ) from error
         except self._httpx.HTTPError as error:
             if "SSL" in str(error):
-                raise ConfigError(
-                    f"{self.url} cannot be reached over TLS: {error}; is it http://?"
-                ) from error
+                raise ConfigError(f"{self.url} cannot be reached by TLS: {error}; is it http://?") from error
             raise _Lost(f"the connection failed ({str(error) or type(error).__name__})", None) from error
         if response.status_code in PASSING:
             asked = response.headers.get("Retry-After", "")  # for its other form, a date, our own waits apply

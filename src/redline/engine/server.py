@@ -155,9 +155,7 @@ class ServerEngine(Engine):
         prompt: Any = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
         if not isinstance(prompt, str) and (self.path == CHAT or not self.dialect.takes_ids):
             if self.tokenizer is None:
-                raise self._refusal(
-                    "a prompt of token ids", "give the prompt as text, or the engine a tokenizer"
-                )
+                raise self._refusal("a prompt of token ids", "give it as text, or the engine a tokenizer")
             prompt = str(self.tokenizer.decode(prompt))
         if self.path != CHAT:
             return {"prompt": prompt}

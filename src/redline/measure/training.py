@@ -111,9 +111,8 @@ def _pretraining(recipe: Recipe, plan: Plan, process: Process, opened: OpenRun) 
 
 def _reinforcing(recipe: Recipe, plan: Plan, process: Process, opened: OpenRun) -> tuple[Job, int]:
     """The update alone."""
-    model = open_weights(Path(recipe.model.init_from or "")).build(
-        process.device, COMPUTE_DTYPE[plan.precision]
-    )
+    base = open_weights(Path(recipe.model.init_from or ""))
+    model = base.build(process.device, COMPUTE_DTYPE[plan.precision])
     finetune.prepare(model, recipe, process)
     equip(model, plan, longest=longest_row(recipe))
     rows = rehearsal.random_rows(recipe)

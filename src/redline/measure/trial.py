@@ -127,9 +127,7 @@ class Pair:
         """How much faster the second is, by seconds per token, as batches may differ; None if one failed."""
         if self.before.outcome != "ok" or self.after.outcome != "ok":
             return None
-        first, second = (
-            [block_s / arm.tokens_per_step for block_s in arm.blocks_s] for arm in (self.before, self.after)
-        )
+        first, second = ([s / arm.tokens_per_step for s in arm.blocks_s] for arm in (self.before, self.after))
         return compare(first, second, paired=self.paired)
 
     @property

@@ -232,9 +232,7 @@ def _tokenizer_json(path: Path, facts: _TokenizerFacts) -> str:
     listed = list(zip(facts.ggml_tokens, range(len(facts.ggml_tokens)), facts.ggml_token_type, strict=True))
     vocab = {token: i for token, i, of in listed if of in (_NORMAL, _CONTROL, _USER_DEFINED)}
     merges = [tuple(merge.split(" ")) for merge in facts.ggml_merges]
-    if any(
-        len(merge) != 2 or any(token not in vocab for token in (*merge, "".join(merge))) for merge in merges
-    ):
+    if any(len(m) != 2 or any(token not in vocab for token in (*m, "".join(m))) for m in merges):
         raise CheckpointError(
             f"{path}: every merge of the tokenizer must join two of its tokens; fetch it again"
         )

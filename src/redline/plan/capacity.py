@@ -89,9 +89,8 @@ def capacity(recipe: Recipe, hardware: Hardware, gpus: int, outside: Outside | N
     for count in sorted({1, gpus, *(count for count in doubled if count < gpus)}):
         nodes = nodes_of(count, hardware.node_gpus)
         try:
-            rows.append(
-                on(recipe, make_plan(recipe, hardware, world_size=count, nodes=nodes, outside=outside))
-            )
+            plan = make_plan(recipe, hardware, world_size=count, nodes=nodes, outside=outside)
+            rows.append(on(recipe, plan))
         except (ConfigError, MachineError) as error:
             rows.append(Capacity(gpus=count, problem=str(error)))
     return rows
@@ -108,9 +107,7 @@ def on(recipe: Recipe, plan: Plan) -> Capacity:
     values = {name: getattr(plan, name) for name in PLANNED}
     speed = attainable_tokens_per_s(recipe, hardware, plan.world_size, values)
     if speed is None:
-        raise MachineError(
-            f"no measured or datasheet rate is known for {hardware.title}: run `redline machine`"
-        )
+        raise MachineError(f"no rate is known for {hardware.title}: run `redline machine` to measure it")
     updates = recipe.rl.updates_per_rollout if recipe.rl else 1
     tokens = recipe.rows_per_update * longest_row(recipe)
     eager = hardware.kind == "cuda" and plan.compile == "off"

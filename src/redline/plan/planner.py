@@ -123,9 +123,7 @@ class _Decider:
             full = f"compute capability {_dotted(capability)} multiplies bf16 at full rate"
             return _rule("bf16", f"{full}, and bf16 needs no loss scaling")
         if self.recipe.rl is not None:
-            return _rule(
-                "fp32", "this GPU has no bf16, and reinforcement learning does not scale its losses for fp16"
-            )
+            return _rule("fp32", "this GPU has no bf16, and reinforcement learning scales no losses for fp16")
         return _rule(
             "fp16",
             f"compute capability {_dotted(capability)} has no bf16; fp16 with a loss scaler, which costs one"
@@ -155,13 +153,9 @@ class _Decider:
         if not self.pretraining:
             return _rule("auto", "packed examples and generation have their own kernels")
         if self.hardware.compute_capability[:1] == (9,) and self._takes("attention", "cudnn"):
-            return _rule(
-                "cudnn", "on Hopper cuDNN's kernel measured faster than torch's choice, flash (LOG.md)"
-            )
+            return _rule("cudnn", "on Hopper cuDNN's kernel measured faster than torch's, flash (LOG.md)")
         if self.hardware.compute_capability < (8, 0):
-            return _rule(
-                "auto", "torch picks its memory-efficient kernel; flash needs compute capability 8.0"
-            )
+            return _rule("auto", "torch's memory-efficient kernel: flash needs compute capability 8.0")
         return _rule("auto", "torch picks its flash kernel")
 
     def _kernel_attention(self) -> str:
@@ -391,9 +385,7 @@ class _Decider:
             return _rule("", "only CUDA has an allocator to set")
         if not self.pretraining or self.chosen["graph"]:
             return _rule("", "captured graphs keep their own memory; measured with torch's default")
-        return _rule(
-            "expandable_segments:True", "growing segments do not fragment when the micro-batch changes"
-        )
+        return _rule("expandable_segments:True", "growing segments do not fragment when the passes change")
 
     def slots(self) -> Decision:
         """Sequences generated together, by arithmetic; when the engine opens it measures the memory that is free."""

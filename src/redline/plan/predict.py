@@ -50,9 +50,8 @@ def predicted_memory(
     )
     if recipe.workload == "pretrain" and values["graph"] and recipe.data.valid_fraction:
         # A graph keeps the memory of its activations, so a validation finds none of it free.
-        return replace(
-            training, workspace=training.workspace + validation_bytes(recipe.model, values, tokens)
-        )
+        kept = training.workspace + validation_bytes(recipe.model, values, tokens)
+        return replace(training, workspace=kept)
     if recipe.rl is None:
         return training
     generation = generation_bytes(recipe, values["slots"], precision, world_size, longest_row(recipe))

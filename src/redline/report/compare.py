@@ -27,9 +27,8 @@ class Comparable:
     """What can be compared between these runs, and why; where their recipes and plans differ, as `table.key: value | value`."""
 
     def __init__(self, runs: list[Run]) -> None:
-        recipes = [
-            {k: v for k, v in run.recipe.items() if k not in ("name", "about", "plan")} for run in runs
-        ]
+        titles = ("name", "about", "plan")
+        recipes = [{k: v for k, v in run.recipe.items() if k not in titles} for run in runs]
         plans = [{k: v["value"] for k, v in run.plan.items() if "value" in table(v)} for run in runs]
         self.level, self.text = _level(runs)
         self.title = TITLES[self.level]

@@ -213,12 +213,10 @@ def _interval(summary: Summary) -> str:
 def _speed_bars(summary: Summary) -> list[Bar]:
     speed = summary.speed
     rft = summary.workload == "rft"
-    whole, note = (
-        ("fine-tuning", "without sampling and tests") if rft else ("whole run", "everything included")
-    )
+    whole = ("fine-tuning", "without sampling and tests") if rft else ("whole run", "everything included")
     rows = [
         ("median update", speed.update.value if speed.update else None, "seen", _interval(summary)[2:]),
-        (whole, speed.whole_run, "seen2", note),
+        (whole[0], speed.whole_run, "seen2", whole[1]),
         ("attainable", speed.attainable, "limit", "predicted: roofline"),
         ("matmul ceiling", speed.ceiling, "limit", "predicted: matrix products alone"),
     ]

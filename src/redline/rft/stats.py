@@ -112,9 +112,7 @@ FORMATS = (".json", ".jsonl", ".parquet")
 def export(run: Path, to: Path, *, per_question: int | None = None) -> int:
     """Write the samples as the suffix says; returns how many. `per_question`: how many to keep (0: all)."""
     if to.suffix not in FORMATS:
-        raise ConfigError(
-            f"samples are written as {', '.join(FORMATS)}, got {to.name!r}: use one of these suffixes"
-        )
+        raise ConfigError(f"samples are written as {', '.join(FORMATS)}, got {to.name!r}: use one of these")
     if per_question is not None and per_question < 0:
         raise ConfigError(f"--per-question must not be negative (0: all), got {per_question}")
     with Store(run / "samples.db", create=False) as store:

@@ -97,9 +97,8 @@ def train(session: Session, on: On) -> dict[str, Any]:
         session.stage(place.record.name, f"fine-tuning on {len(examples):,} {on}", total_steps=job.steps)
         outcome = run_job(job, session.process)
     elapsed_s = time.monotonic() - began_s
-    session.folder.event(
-        f"training_on_{on}", why=outcome.why, step=outcome.step, elapsed_s=round(elapsed_s, 3)
-    )
+    told = {"why": outcome.why, "step": outcome.step, "elapsed_s": round(elapsed_s, 3)}
+    session.folder.event(f"training_on_{on}", **told)
     # of every attempt that ended
     spent_s = total(read_lines(session.folder.events_path), f"training_on_{on}")
     done = Done(

@@ -72,9 +72,8 @@ class Policy:
         if self.on is None:
             return self.speaking
         if self._workers is None:
-            self._workers = RayEngine(
-                self.model, self.tokenizer, place=self.on, event=self.event, **self.settings()
-            )
+            how: dict[str, Any] = {"place": self.on, "event": self.event, **self.settings()}
+            self._workers = RayEngine(self.model, self.tokenizer, **how)
         else:
             began_s = time.perf_counter()
             self._workers.publish(self.model)
@@ -120,9 +119,7 @@ class Policy:
                 f"a worker ran out of memory with {self.slots} slots: set plan.slots={self.slots // 2}"
             ) from error
         if self.slots == 1:
-            raise MachineError(
-                "out of memory while generating one answer at a time: use a smaller model"
-            ) from error
+            raise MachineError("out of memory with one answer at a time: use a smaller model") from error
         self.close()
         self.event("out_of_memory", stage="generate", slots_before=self.slots, slots=self.slots // 2)
         self.slots //= 2

@@ -153,11 +153,7 @@ def _checked(folder: Path) -> dict[str, Any]:
     if extra := {shard.name for shard in folder.glob("*.safetensors")} - set(files):
         raise CheckpointError(f"checkpoint file {folder / min(extra)} is not listed in {STATE}")
     with ThreadPoolExecutor(max_workers=min(8, len(files) or 1)) as pool:
-        list(
-            pool.map(
-                lambda item: _check(folder / item[0], item[1]["bytes"], item[1]["sha256"]), files.items()
-            )
-        )
+        list(pool.map(lambda name: _check(folder / name, files[name]["bytes"], files[name]["sha256"]), files))
     return state
 
 

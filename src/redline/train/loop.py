@@ -281,9 +281,8 @@ class Trainer:
                     ) from error
                 torch.cuda.empty_cache()
                 pass_size //= 2
-                self._event(
-                    "validation_out_of_memory", step=self.progress.step, validation_micro_batch=pass_size
-                )
+                at = {"step": self.progress.step, "validation_micro_batch": pass_size}
+                self._event("validation_out_of_memory", **at)
 
     def _checkpoint(self) -> None:
         """Save in the background, after the lines so far: no checkpoint holds an update that went wrong."""

@@ -102,10 +102,8 @@ def with_shape(recipe: Recipe) -> Recipe:
     given = {f.name: getattr(recipe.model, f.name) for f in fields(ModelConfig)}
     plain = {f.name: f.default for f in fields(ModelConfig)}
     if wrong := [name for name, value in given.items() if value not in (plain[name], getattr(found, name))]:
-        name = wrong[0]
-        raise ConfigError(
-            f"model.{name} is {given[name]}; the weights in {start} have {getattr(found, name)}"
-        )
+        name, has = wrong[0], getattr(found, wrong[0])
+        raise ConfigError(f"model.{name} is {given[name]}; the weights in {start} have {has}")
     return check(replace(recipe, model=found))
 
 
@@ -136,9 +134,7 @@ def _recipe_of(step: Path) -> Recipe:
     if recipe is None:
         raise CheckpointError(f"{step} belongs to no run: {step.parent.parent / 'recipe.toml'} is missing")
     if recipe.lora is not None:
-        raise CheckpointError(
-            f"{step.parent.parent} has not finished fine-tuning: run the same command again"
-        )
+        raise CheckpointError(f"{step.parent.parent} has not finished fine-tuning: run its command again")
     return recipe
 
 

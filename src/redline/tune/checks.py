@@ -266,9 +266,8 @@ def _recompilation(case: Case) -> Check:
     if case.plan.compile == "off":
         return absent("no recompilation", "the plan does not compile")
     new = case.graphs_after - case.graphs_before
-    return checked(
-        "no recompilation", new == 0, f"{counted(new, 'new graph')} in the updates after the warm-up"
-    )
+    evidence = f"{counted(new, 'new graph')} in the updates after the warm-up"
+    return checked("no recompilation", new == 0, evidence)
 
 
 def _recompute(case: Case) -> Check:

@@ -160,9 +160,7 @@ def _row(
         curve=curve,
         tokens=curve[-1][0],
         seconds=statistics.median(run.metrics[-1]["elapsed_s"] for run in runs),
-        memory_bytes=max(
-            (line.get("memory_bytes") or 0 for run in runs for line in run.metrics), default=None
-        ),
+        memory_bytes=max((line.get("memory_bytes") or 0 for r in runs for line in r.metrics), default=None),
     )
 
 

@@ -189,9 +189,8 @@ def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Say) -> Case:
     with profiled() as in_update:
         trainer.turn()
         trainer.drain()
-    return Case(
-        plan, trainer, rows, head_rows, in_pass, in_update, seen, expected, *graphs, waited_share, rule
-    )
+    found = in_pass, in_update, seen, expected, *graphs, waited_share, rule
+    return Case(plan, trainer, rows, head_rows, *found)
 
 
 def _first_pass(trainer: Trainer) -> tuple[Any, list[Lesson], int]:

@@ -136,9 +136,8 @@ def _now(row: Row) -> float | None:
 
 def _from_means(rows: Sequence[Row]) -> Times:
     """The last running mean: it is that of the whole run so far."""
-    means = [
-        row.values.get("mean_step_s") or _rate(row, "updates", "mean_updates_per_s", 1.0) for row in rows
-    ]
+    rates = [_rate(row, "updates", "mean_updates_per_s", 1.0) for row in rows]
+    means = [row.values.get("mean_step_s") or rate for row, rate in zip(rows, rates, strict=True)]
     last = next((value for value in reversed(means) if value), None)
     return [last if value else None for value in means]
 
