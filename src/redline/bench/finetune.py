@@ -58,14 +58,8 @@ class FinetuningWork:
 
     @property
     def recipe(self) -> Recipe:
-        train = TrainConfig(
-            batch_size=self.batch_size,
-            lr=self.lr,
-            epochs=1,
-            schedule="constant",
-            weight_decay=0.0,
-            beta2=0.999,
-        )
+        steady: dict[str, Any] = {"epochs": 1, "schedule": "constant", "weight_decay": 0.0, "beta2": 0.999}
+        train = TrainConfig(batch_size=self.batch_size, lr=self.lr, **steady)
         data, lora = DataConfig(source=RANDOM_WEIGHTS, seq_len=self.padded_to), self.lora
         return Recipe(name="bench", workload="finetune", model=self.model, data=data, train=train, lora=lora)
 

@@ -162,18 +162,11 @@ class _Drawing:
         now.tokens += sum(row.tokens for row in rows)
         now.scorer_failures += sum(row.reason is not None for row in rows)
         left, elapsed_s = self.budget.samples_left(), now.elapsed_s + time.monotonic() - began_s
-        self.session.progress(
-            now.tokens,
-            elapsed_s,
-            questions=now.questions,
-            questions_done=self.budget.questions_done,
-            left_s=left * elapsed_s / now.drawn,
-            samples=now.samples,
-            samples_left=left,
-            correct=now.correct,
-            cut=now.cut,
-            workers=self.engine.rates() if isinstance(self.engine, RayEngine) else None,
-        )
+        facts = {name: getattr(now, name) for name in ("questions", "samples", "correct", "cut")}
+        facts |= {"questions_done": self.budget.questions_done, "samples_left": left}
+        workers = self.engine.rates() if isinstance(self.engine, RayEngine) else None
+        left_s = left * elapsed_s / now.drawn
+        self.session.progress(now.tokens, elapsed_s, left_s=left_s, workers=workers, **facts)
 
     def _compare(self, engine: Engine, compared: Sequence[Completion]) -> None:
         """Record how full our engine's slots were and how far it is from the training forward."""
