@@ -14,12 +14,12 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from redline.errors import ConfigError, MachineError
+from redline.errors import ConfigError, MachineError, Say
 
 T = TypeVar("T")
 
@@ -41,9 +41,7 @@ class _Lost(Exception):
 class Line:
     """The connections to one server, for any thread. The key comes from the environment and is never printed."""
 
-    def __init__(
-        self, url: str, *, connections: int, timeout_s: float, progress: Callable[[str], None]
-    ) -> None:
+    def __init__(self, url: str, *, connections: int, timeout_s: float, progress: Say) -> None:
         self.url, key = _checked(url), os.environ.get(KEY_VARIABLE)
         if key and (not key.isascii() or not key.isprintable() or " " in key):
             raise ConfigError(f"the key ({KEY_VARIABLE}) must be printable ASCII without spaces")

@@ -29,7 +29,7 @@ from redline.data.tokenizer import Tokenizer
 from redline.engine.decoder import Decoder, Round, Start, filters
 from redline.engine.request import Completion, Engine, Finish, Request
 from redline.engine.state import STOP_IDS
-from redline.errors import ConfigError, MachineError
+from redline.errors import ConfigError, MachineError, Say
 from redline.model.attention.state import Room
 from redline.model.lora import lora_layers
 from redline.model.transformer import Transformer
@@ -140,7 +140,7 @@ class LocalEngine(Engine):
         """Take over weights that training has changed, if they had to be copied."""
         self.decoder.forward.refresh()
 
-    def stream(self, request: Request, say: Callable[[str], None]) -> Completion:
+    def stream(self, request: Request, say: Say) -> Completion:
         """The sample of a request without stop strings; `say` gets its text in pieces of whole characters."""
         assert request.samples == 1
         assert not request.sampling.stop_strings
