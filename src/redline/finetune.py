@@ -15,7 +15,7 @@ share of the rows (`data.valid_fraction`, chosen by a hash of each) is held out.
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -185,13 +185,4 @@ def write_result(
         return
     weights = {name: full(parameter.detach()) for name, parameter in model.named_parameters()}
     if process.is_first:
-        loaded = base.loaded
-        write_folder(
-            whole,
-            base.config,
-            weights,
-            loaded.tokenizer_json,
-            torch.float32,
-            chat_template=loaded.chat_template,
-            eos_ids=loaded.eos_ids,
-        )
+        write_folder(whole, replace(base.loaded, weights=weights), torch.float32)

@@ -84,11 +84,8 @@ def read_gguf(path: Path) -> Loaded:
     name, config, sizes = _shape(path, about, stored)
     spoken = _named(about, "tokenizer")
     facts = read_facts(_TokenizerFacts, spoken, where=str(path)) if "ggml_model" in spoken else None
-    ends = tuple(
-        end
-        for end in dict.fromkeys((facts.ggml_eos_token_id, facts.ggml_eot_token_id) if facts else ())
-        if end is not None
-    )
+    named = (facts.ggml_eos_token_id, facts.ggml_eot_token_id) if facts else ()
+    ends = tuple(end for end in dict.fromkeys(named) if end is not None)
     check_sizes(config, sizes, ends, where=str(path))
     tensors = {each: _unpacked(path, gguf, tensor) for each, tensor in stored.items()}
     if name == "llama":
@@ -237,16 +234,12 @@ def _tokenizer_json(path: Path, facts: _TokenizerFacts) -> str:
             f"{path}: every merge of the tokenizer must join two of its tokens; fetch it again"
         )
     tokenizer = Tokenizer(models.BPE(vocab, merges))
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split, unsplit = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), "isolated"), {"use_regex": False}
     splits = {
-        "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
-        "smollm": [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ],
-        "qwen2": [
-            pre_tokenizers.Split(Regex(_QWEN2_SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ],
+        "gpt-2": [plain],
+        "smollm": [pre_tokenizers.Digits(individual_digits=True), plain],
+        "qwen2": [split, pre_tokenizers.ByteLevel(add_prefix_space=False, **unsplit)],
     }
     rule = facts.ggml_pre
     if rule not in splits:

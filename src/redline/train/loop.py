@@ -244,15 +244,9 @@ class Trainer:
         if self.checkpoints is not None:
             self.checkpoints.wait()  # the last one may be on its way to the disk
             saved = self.checkpoints.latest()
-        way = (
-            "start again"
-            if saved is None
-            else f"continue from step {saved} (--fork {self.opened.run} --run NEW)"
-        )
-        return (
-            f"{name} is {value} at step {step}: {way} with {' or '.join(advice)}, or look at the data of that"
-            " step"
-        )
+        fork = f"continue from step {saved} (--fork {self.opened.run} --run NEW)"
+        way = f"{'start again' if saved is None else fork} with {' or '.join(advice)}"
+        return f"{name} is {value} at step {step}: {way}, or look at the data of that step"
 
     def _validate(self) -> None:
         """Validate, put the result into this step's line, and remember whether it is the best so far."""
