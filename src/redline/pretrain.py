@@ -40,8 +40,6 @@ HASHED_BYTES = 4 * 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What a run trains and validates on."""
-
     train: TokenDataset | TokenStream
     valid: TokenDataset | None
     tokenizer: Tokenizer
@@ -75,7 +73,6 @@ def pretrain(
 
 
 def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened: OpenRun) -> Job:
-    """What the loop needs to pre-train."""
     train, seq_len = recipe.train, recipe.data.seq_len
     some = (train.softmax_candidates, recipe.model.vocab_size) if train.softmax_candidates else None
 
@@ -192,6 +189,10 @@ def _validation(
     return validate
 
 
+FREE = ("init_from", "init_std", "zero_init", "context_length", "redraw_every")
+"""What a model may have otherwise than the weights that it begins with."""
+
+
 def _initial_weights(config: ModelConfig) -> Callable[[Transformer], None] | None:
     """Copies the weights that the recipe names into the model when a run begins; they must be of that model."""
     if config.init_from is None:
@@ -204,13 +205,7 @@ def _initial_weights(config: ModelConfig) -> Callable[[Transformer], None] | Non
             # given, or their default
             name = {"num_kv_heads": "kv_heads", "head_dim": "head_size"}.get(field.name, field.name)
             ours, theirs = getattr(config, name), getattr(opened.config, name)
-            if ours != theirs and name not in (
-                "init_from",
-                "init_std",
-                "zero_init",
-                "context_length",
-                "redraw_every",
-            ):
+            if ours != theirs and name not in FREE:
                 raise ConfigError(
                     f"model.{field.name} is {ours} and the weights at {path} have {theirs}: correct the"
                     " recipe"

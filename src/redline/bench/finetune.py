@@ -170,9 +170,6 @@ def _timed(
     return [{**block, "seconds": seconds} for seconds in blocks_s]
 
 
-# ---- ours ----
-
-
 def _ours(name: str, work: FinetuningWork) -> BenchRow:
     plan = make_plan(work.recipe, hardware_here(read_facts(), None))
     if name == "fp32":

@@ -93,9 +93,6 @@ def most_occupancy(work: GenerationWork) -> float:
     return sum(decoded) / (work.mixed_slots * max(slots))
 
 
-# ---- the floor ----
-
-
 def _summary(row: BenchRow, _rows: Any, work: GenerationWork, ceilings: Ceilings) -> BenchRow:
     if "seconds" not in row or not row["row"].startswith("redline"):
         return {}
@@ -117,8 +114,6 @@ def _summary(row: BenchRow, _rows: Any, work: GenerationWork, ceilings: Ceilings
         found |= {f"{name}_s": seconds, f"share_of_{name}": seconds / median(row["seconds"])}
     return found
 
-
-# ---- the page ----
 
 LABELS = {
     "generate": "transformers `generate`",

@@ -169,9 +169,6 @@ def _given(setting: dict[str, Any]) -> tuple[Recipe, Plan]:
     return from_toml(setting["recipe"], where="bench"), from_json(setting["plan"], where="bench")
 
 
-# ---- Redline's own loop ----
-
-
 def loop(setting: dict[str, Any]) -> Iterator[BenchRow]:
     (recipe, plan), started_s = _given(setting), time.perf_counter()
     subject = TrainingSubject(setting)
@@ -195,9 +192,6 @@ def loop(setting: dict[str, Any]) -> Iterator[BenchRow]:
         "loss": trainer.last_line.get("loss"),
     }
     subject.close()
-
-
-# ---- what plain PyTorch gives ----
 
 
 def plain(setting: dict[str, Any]) -> Iterator[BenchRow]:
@@ -232,9 +226,6 @@ def _plain_step(recipe: Recipe, plan: Plan, process: Process) -> Callable[[], ob
     executor = Eager(learner, Sequences(pass_size=plan.micro_batch, share=recipe.train.batch_size))
     tokens = float(recipe.tokens_per_step)
     return partial(executor.take, Batch(inputs, targets, {}), targets=tokens, lr_factor=1.0)
-
-
-# ---- Hugging Face's Trainer ----
 
 
 def hf(setting: dict[str, Any]) -> Iterator[BenchRow]:

@@ -53,7 +53,6 @@ def print_capacity(rows: list[Capacity], recipe: Recipe, hardware: Hardware, *, 
 
 
 def _print_step(row: Capacity) -> None:
-    """Print the waterfall of an RL step."""
     cells, began_s = [], 0.0
     for name, part_s in row.parts_s.items():
         before, long = (40 * seconds / row.step_s for seconds in (began_s, part_s))

@@ -50,8 +50,6 @@ _END: Any = object()
 
 @dataclass
 class Stats:
-    """What an engine has done since it was made."""
-
     requests: int = 0
     completions: int = 0
     prefill_tokens: int = 0

@@ -24,8 +24,6 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen, and when to stop."""
-
     max_new_tokens: int = 128
     temperature: float = 0.8
     """0 takes the likeliest token (greedy)."""

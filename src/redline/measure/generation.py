@@ -125,8 +125,6 @@ class GenerationSubject:
             return [one]
         return [replace(one, samples=1, first_sample=first) for first in range(samples)]
 
-    # ---- the guard's numbers ----
-
     def _differences(self) -> list[float]:
         count = min(CHECKED, len(self.prompts))
         prompts_BT = torch.from_numpy(self.prompts[:count]).to(self.device)

@@ -96,17 +96,11 @@ def _endless(recipe: Recipe) -> Recipe:
     return replace(recipe, train=replace(recipe.train, steps=ENDLESS, **never))
 
 
-# ---- pre-training ----
-
-
 def _pretraining(recipe: Recipe, plan: Plan, process: Process, opened: OpenRun) -> tuple[Job, int]:
     assert opened.run is not None
     corpus = pretrain.open_corpus(recipe, opened.run, process, None)
     job = pretrain.job_of(recipe, plan, corpus, process, opened)
     return replace(job, initial_weights=None), recipe.tokens_per_step
-
-
-# ---- reinforcement learning ----
 
 
 def _reinforcing(recipe: Recipe, plan: Plan, process: Process, opened: OpenRun) -> tuple[Job, int]:
@@ -118,9 +112,6 @@ def _reinforcing(recipe: Recipe, plan: Plan, process: Process, opened: OpenRun) 
     rows = rehearsal.random_rows(recipe)
     job = rehearsal.job_of(recipe, plan, model, rows, process)
     return replace(job, opened=opened), sum(row.example.length for row in rows)
-
-
-# ---- fine-tuning ----
 
 
 class _RoundAndRound(Examples):

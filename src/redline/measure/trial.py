@@ -184,9 +184,6 @@ def trial_key(trial: Trial) -> str:
     return fingerprint_of([trial.subject, setting, trial.allocator, asdict(trial.timing)])
 
 
-# ---- those that are finished ----
-
-
 class TrialFolder:
     """Trials in a folder that this process owns until it leaves the `with` block."""
 

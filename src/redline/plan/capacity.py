@@ -51,8 +51,6 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """A recipe on a number of GPUs."""
-
     gpus: int
     problem: str = ""
     """Why it cannot run on so many GPUs; then nothing else is known."""
@@ -102,7 +100,6 @@ def nodes_of(gpus: int, node_gpus: int) -> int:
 
 
 def on(recipe: Recipe, plan: Plan) -> Capacity:
-    """Predict what a plan should achieve."""
     hardware, exchange = plan.hardware, exchanged(recipe, plan)
     values = {name: getattr(plan, name) for name in PLANNED}
     speed = attainable_tokens_per_s(recipe, hardware, plan.world_size, values)

@@ -145,9 +145,6 @@ def _moved_bytes(model: ModelConfig, precision: str, rows: int) -> float:
     return float(model.num_layers * block + a * 3 * rows)
 
 
-# ---- generation ----
-
-
 def generation_floor_s(
     model: ModelConfig,
     *,

@@ -38,8 +38,6 @@ On = Literal["samples", "answers"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a training run keeps its record and its result."""
-
     record: Path
     adapter: Path
     model: Path

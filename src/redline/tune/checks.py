@@ -383,9 +383,6 @@ def _allocator(case: Case) -> Check:
     return checked(name, wanted in setting, f"plan says {wanted}; the environment has {setting}")
 
 
-# ---- generation ----
-
-
 def generation_graphs(model: Transformer) -> Check:
     """Every decode step of the engine is one launch."""
     name = "CUDA graphs of generation"

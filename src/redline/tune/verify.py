@@ -211,9 +211,6 @@ def _alone(example: Example, device: torch.device) -> Lesson:
     return Lesson(torch.tensor([tokens], device=device), torch.tensor([targets], device=device))
 
 
-# ---- the reference ----
-
-
 def _reference(recipe: Recipe, model: Transformer, rows: Sequence[Lesson], targets: int) -> Numbers:
     """Mean loss and gradients in fp32, one sequence at a time so that explicit attention fits."""
     reference = build_model(model.config, device=rows[0].tokens.device, seed=0)
@@ -229,9 +226,6 @@ def _reference(recipe: Recipe, model: Transformer, rows: Sequence[Lesson], targe
             one = rule.learn(reference, row)
             total += float(one.run(1 / targets, lambda phase: None)["loss"]) / targets
     return Numbers(total, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
-
-
-# ---- the learning rule ----
 
 
 def learning_rule(dfa: DfaConfig, found: Numbers, expected: Numbers, backpropagated: Numbers) -> Check:
