@@ -216,15 +216,8 @@ def transformers(setting: dict[str, str]) -> Iterator[BenchRow]:
 
 def _sampled(new_tokens: int, samples: int) -> Any:
     hf = need("transformers", extra="hf")
-    return hf.GenerationConfig(
-        max_new_tokens=new_tokens,
-        num_return_sequences=samples,
-        do_sample=True,
-        temperature=TEMPERATURE,
-        top_k=0,
-        top_p=1.0,
-        pad_token_id=0,
-    )
+    how = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+    return hf.GenerationConfig(max_new_tokens=new_tokens, num_return_sequences=samples, **how)
 
 
 def _generate(theirs: Any, work: GenerationWork, prompts: int, samples: int) -> BenchRow:
