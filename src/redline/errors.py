@@ -72,9 +72,8 @@ class TrainingError(RedlineError):
 def nearest(word: str, known: Iterable[object]) -> str:
     """A hint for a message: the known name closest to an unknown word, or one that begins with it; else empty."""
     names = [str(name) for name in known]
-    close = difflib.get_close_matches(word, names, n=1) or [
-        name for name in names if word and name.startswith(word)
-    ]
+    begun = [name for name in names if word and name.startswith(word)]
+    close = difflib.get_close_matches(word, names, n=1) or begun
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

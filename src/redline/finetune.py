@@ -15,7 +15,7 @@ share of the rows (`data.valid_fraction`, chosen by a hash of each) is held out.
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -167,8 +167,7 @@ def read_split(recipe: Recipe, base: Opened) -> Split:
 def _validation(
     examples: Sequence[Example], process: Process
 ) -> Callable[[Transformer, int], dict[str, float]]:
-    """The mean loss on the held-out answers. Every process computes all of them: a sharded model must run on all
-    of them together, and they are few."""
+    """Mean loss on the held-out answers. Every process computes all: a sharded model must run on all of them."""
     answers = sum(len(example.answer) for example in examples)
 
     @torch.no_grad()
@@ -192,8 +191,7 @@ def check_result(recipe: Recipe) -> None:
 def write_result(
     model: Transformer, recipe: Recipe, base: Opened, process: Process, *, adapter: Path, whole: Path
 ) -> None:
-    """The adapter or the whole model, gathered from all processes and written by the first. It replaces what a killed
-    attempt left."""
+    """Write the adapter or the whole model, gathered on the first process, over what a killed attempt left."""
     if process.is_first:
         for folder in (adapter, whole):
             shutil.rmtree(folder, ignore_errors=True)
@@ -202,13 +200,4 @@ def write_result(
         return
     weights = {name: full(parameter.detach()) for name, parameter in model.named_parameters()}
     if process.is_first:
-        loaded = base.loaded
-        write_folder(
-            whole,
-            base.config,
-            weights,
-            loaded.tokenizer_json,
-            torch.float32,
-            chat_template=loaded.chat_template,
-            eos_ids=loaded.eos_ids,
-        )
+        write_folder(whole, replace(base.loaded, weights=weights), torch.float32)

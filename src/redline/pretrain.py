@@ -42,14 +42,11 @@ HASHED_BYTES = 4 * 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What a run trains and validates on."""
-
     train: TokenDataset | TokenStream
     valid: TokenDataset | None
     tokenizer: Tokenizer
     fingerprint: str
-    """Changes when the tokens do (a stream's: when its files' names or sizes do); a run resumes only with the
-    same."""
+    """Changes with the tokens (a stream's: with its files' names or sizes); a run resumes only with the same."""
     unhashed_bytes: int = 0
     """Shards too large to be hashed at every start."""
 
@@ -64,8 +61,7 @@ def pretrain(
     progress: Progress | None = None,
     fork: Path | None = None,
 ) -> Outcome:
-    """Train the recipe in the run folder. The first process calls `observers(resume_step)` once the folder is
-    open."""
+    """Train in the run folder. The first process calls `observers(resume_step)` once the folder is open."""
     check_device(plan)
     with open_run(recipe, plan, run, process, observers=observers, fork=fork) as opened:
         corpus = open_corpus(recipe, run, process, progress)
@@ -79,7 +75,6 @@ def pretrain(
 
 
 def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened: OpenRun) -> Job:
-    """What the loop needs to pre-train."""
     train, seq_len = recipe.train, recipe.data.seq_len
     some = (train.softmax_candidates, recipe.model.vocab_size) if train.softmax_candidates else None
 
@@ -122,8 +117,7 @@ def job_of(recipe: Recipe, plan: Plan, corpus: Corpus, process: Process, opened:
 
 
 def open_corpus(recipe: Recipe, run: Path, process: Process, progress: Progress | None) -> Corpus:
-    """Build what must be built (once, by the first process) and open it on every process; refuses what cannot
-    train."""
+    """Build what is missing (the first process) and open it on every one; refuses what cannot train."""
     data, seq_len = recipe.data, recipe.data.seq_len
     if data.stream:
         corpus = _stream(recipe, run, process)
@@ -190,6 +184,10 @@ def _validation(
     return validate
 
 
+FREE = ("init_from", "init_std", "zero_init", "context_length", "redraw_every")
+"""What a model may have otherwise than the weights that it begins with."""
+
+
 def _initial_weights(config: ModelConfig) -> Callable[[Transformer], None] | None:
     """Copies the weights that the recipe names into the model when a run begins; they must be of that model."""
     if config.init_from is None:
@@ -202,13 +200,7 @@ def _initial_weights(config: ModelConfig) -> Callable[[Transformer], None] | Non
             # given, or their default
             name = {"num_kv_heads": "kv_heads", "head_dim": "head_size"}.get(field.name, field.name)
             ours, theirs = getattr(config, name), getattr(opened.config, name)
-            if ours != theirs and name not in (
-                "init_from",
-                "init_std",
-                "zero_init",
-                "context_length",
-                "redraw_every",
-            ):
+            if ours != theirs and name not in FREE:
                 raise ConfigError(
                     f"model.{field.name} is {ours} and the weights at {path} have {theirs}: correct the"
                     " recipe"

@@ -24,6 +24,7 @@ from redline.errors import CheckpointError, MachineError
 from redline.model.huggingface_out import write_folder
 from redline.model.lora import LoraConfig, add_lora
 from redline.model.transformer import build_model
+from redline.model.weights import Loaded
 from redline.train.adapter import write_adapter
 from redline.train.restore import open_weights
 
@@ -49,7 +50,7 @@ def limited():
 
 def written(folder: Path, config: ModelConfig) -> Path:
     weights = {name: p.detach() for name, p in build_model(config, device="cpu", seed=0).named_parameters()}
-    write_folder(folder, config, weights, None, torch.float32, eos_ids=[1])
+    write_folder(folder, Loaded(config=config, weights=weights, eos_ids=[1]), torch.float32)
     return folder
 
 

@@ -24,6 +24,7 @@ from redline.errors import ConfigError
 from redline.launch.processes import reserved_port
 from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
+from redline.model.weights import Loaded
 
 pytestmark = pytest.mark.skipif(
     not is_serve_available(), reason="transformers serve needs fastapi, uvicorn and openai"
@@ -60,7 +61,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tokenizer.save(folder / "tokenizer.json")
     weights = build_model(CONFIG, device="cpu", seed=0).state_dict()
     text = (folder / "tokenizer.json").read_text()
-    write_folder(folder / "tiny", CONFIG, weights, text, torch.float32, eos_ids=(tokenizer.eot_id,))
+    write_folder(
+        folder / "tiny",
+        Loaded(config=CONFIG, weights=weights, tokenizer_json=text, eos_ids=(tokenizer.eot_id,)),
+        torch.float32,
+    )
     # A Hugging Face home of its own: without a cache in it, the server's list of models fails, as on a fresh
     # machine.
     environment = {

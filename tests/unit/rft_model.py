@@ -20,6 +20,7 @@ from redline.data.tokenizer import train_bpe
 from redline.machine.facts import read_facts
 from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
+from redline.model.weights import Loaded
 from redline.plan.bounds import Outside
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan
@@ -100,12 +101,14 @@ def tiny_model(folder: Path, *, chat: bool = False, dtype: torch.dtype = torch.f
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     write_folder(
         folder,
-        CONFIG,
-        weights,
-        tokenizer.text,
+        Loaded(
+            config=CONFIG,
+            weights=weights,
+            tokenizer_json=tokenizer.text,
+            chat_template=CHAT_TEMPLATE if chat else None,
+            eos_ids=[tokenizer.eot_id],
+        ),
         dtype,
-        chat_template=CHAT_TEMPLATE if chat else None,
-        eos_ids=[tokenizer.eot_id],
     )
     return folder
 

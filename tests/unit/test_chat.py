@@ -101,7 +101,9 @@ def test_lines_from_a_pipe_are_answered(tokenizer, capsys, monkeypatch, tmp_path
     config = replace(CONFIG, vocab_size=tokenizer.vocab_size)
     weights = {name: p.detach() for name, p in build_model(config, device="cpu", seed=0).named_parameters()}
     write_folder(
-        tmp_path / "model", config, weights, tokenizer.text, torch.float32, chat_template=CHAT_TEMPLATE
+        tmp_path / "model",
+        Loaded(config=config, weights=weights, tokenizer_json=tokenizer.text, chat_template=CHAT_TEMPLATE),
+        torch.float32,
     )
 
     def said(lines: str | bytes) -> str:

@@ -24,6 +24,7 @@ from redline.errors import ConfigError, RedlineError, nearest
 from redline.machine.facts import read_facts
 from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
+from redline.model.weights import Loaded
 
 SMALL = [
     "model.num_layers=1", "model.hidden_size=16", "model.num_heads=2", "model.ffn_size=16",
@@ -49,7 +50,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     weights = {name: p.detach() for name, p in build_model(config, device="cpu", seed=0).named_parameters()}
     tokenizer = (root / "data" / "tokenizer.json").read_text()
-    write_folder(root / "model", config, weights, tokenizer, torch.float32)
+    write_folder(
+        root / "model", Loaded(config=config, weights=weights, tokenizer_json=tokenizer), torch.float32
+    )
     (root / "run" / "checkpoints" / "step-00000003").mkdir(parents=True)
     (root / "run" / "recipe.toml").write_text(to_toml(load_recipe("nano", ["train.lr=0.5"])))
     os.environ.clear()

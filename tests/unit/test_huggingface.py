@@ -22,7 +22,7 @@ from redline.model import huggingface_out
 from redline.model.huggingface import architecture, read_config, read_folder
 from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
-from redline.model.weights import load_weights, shapes
+from redline.model.weights import Loaded, load_weights, shapes
 
 LLAMA = ModelConfig(
     vocab_size=96, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=40, context_length=32
@@ -54,7 +54,7 @@ def a_tokenizer() -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A small Llama as we write it."""
-    write_folder(tmp_path / "llama", LLAMA, random_weights(LLAMA), None, torch.float32)
+    write_folder(tmp_path / "llama", Loaded(config=LLAMA, weights=random_weights(LLAMA)), torch.float32)
     return tmp_path / "llama"
 
 
@@ -98,7 +98,7 @@ def test_transformers_loads_what_we_write_and_gives_the_same_logits(config, tmp_
     weights = random_weights(config)
     model = build_model(config, device="cpu", seed=0)
     load_weights(model, weights)
-    write_folder(tmp_path / "out", config, weights, None, torch.float32)
+    write_folder(tmp_path / "out", Loaded(config=config, weights=weights), torch.float32)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
@@ -118,7 +118,11 @@ def test_their_folder_read_and_written_again_is_the_same(family, tmp_path):
     theirs = reference(family)
     theirs.save_pretrained(tmp_path / "in")
     loaded = read_folder(tmp_path / "in")
-    write_folder(tmp_path / "out", loaded.config, loaded.weights, None, torch.float32, eos_ids=loaded.eos_ids)
+    write_folder(
+        tmp_path / "out",
+        Loaded(config=loaded.config, weights=loaded.weights, eos_ids=loaded.eos_ids),
+        torch.float32,
+    )
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     assert type(again) is type(theirs)
     assert again.config.eos_token_id == theirs.config.eos_token_id
@@ -134,12 +138,14 @@ def test_tokenizer_template_and_end_travel_with_a_padded_vocabulary(tmp_path):
     weights = random_weights(config)
     write_folder(
         tmp_path / "out",
-        config,
-        weights,
-        tokenizer_json,
+        Loaded(
+            config=config,
+            weights=weights,
+            tokenizer_json=tokenizer_json,
+            chat_template=template,
+            eos_ids=(0,),
+        ),
         torch.bfloat16,
-        chat_template=template,
-        eos_ids=(0,),
     )
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "the cat , don't chat . 1234  é\n\t你<|endoftext|> the"
@@ -162,7 +168,7 @@ def test_tokenizer_template_and_end_travel_with_a_padded_vocabulary(tmp_path):
 def test_a_large_model_is_written_in_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_out, "SHARD_BYTES", 20_000)
     weights = random_weights(LLAMA)
-    write_folder(tmp_path / "out", LLAMA, weights, None, torch.float32)
+    write_folder(tmp_path / "out", Loaded(config=LLAMA, weights=weights), torch.float32)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
@@ -193,7 +199,7 @@ def test_a_folder_of_transformers_4_is_read(folder):
 def test_the_first_gpt2_checkpoints_are_read(tmp_path):
     """Names without `transformer.`, and the causal mask stored beside the weights."""
     weights = random_weights(GPT2)
-    write_folder(tmp_path / "out", GPT2, weights, None, torch.float32)
+    write_folder(tmp_path / "out", Loaded(config=GPT2, weights=weights), torch.float32)
     file = tmp_path / "out" / "model.safetensors"
     tensors = {
         name.removeprefix("transformer."): tensor
@@ -259,7 +265,7 @@ def test_what_we_would_compute_wrongly_is_refused(folder, values, message):
     ],
 )
 def test_a_gpt2_that_differs_is_refused(tmp_path, values, message):
-    write_folder(tmp_path / "out", GPT2, random_weights(GPT2), None, torch.float32)
+    write_folder(tmp_path / "out", Loaded(config=GPT2, weights=random_weights(GPT2)), torch.float32)
     change(tmp_path / "out", **values)
     with pytest.raises(CheckpointError, match=message):
         read_config(tmp_path / "out")
@@ -337,7 +343,7 @@ def test_broken_folders_are_refused(folder, tmp_path):
 )
 def test_a_model_without_an_equivalent_is_refused_by_field(config, field, tmp_path):
     with pytest.raises(ConfigError, match=f"model.{field} has no equivalent in transformers"):
-        write_folder(tmp_path / "out", config, random_weights(config), None, torch.float32)
+        write_folder(tmp_path / "out", Loaded(config=config, weights=random_weights(config)), torch.float32)
     assert not list(tmp_path.iterdir())
 
 
@@ -350,7 +356,7 @@ def test_the_architecture_follows_the_switches():
 
 def test_a_folder_is_never_replaced_and_never_half_there(folder, tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="needs a new folder, but"):
-        write_folder(folder, LLAMA, random_weights(LLAMA), None, torch.float32)
+        write_folder(folder, Loaded(config=LLAMA, weights=random_weights(LLAMA)), torch.float32)
     assert read_folder(folder).config == LLAMA
 
     def fail(*_: Any, **__: Any) -> None:
@@ -359,9 +365,9 @@ def test_a_folder_is_never_replaced_and_never_half_there(folder, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(safetensors.torch, "save_file", fail)
         with pytest.raises(StorageError, match="No space left"):
-            write_folder(tmp_path / "out", LLAMA, random_weights(LLAMA), None, torch.float32)
+            write_folder(tmp_path / "out", Loaded(config=LLAMA, weights=random_weights(LLAMA)), torch.float32)
     assert not (tmp_path / "out").exists()
-    write_folder(tmp_path / "out", LLAMA, random_weights(LLAMA), None, torch.float32)
+    write_folder(tmp_path / "out", Loaded(config=LLAMA, weights=random_weights(LLAMA)), torch.float32)
     assert sorted(os.listdir(tmp_path)) == ["llama", "out"], "what the failed attempt left is gone"
     modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
     assert len(modes) == 1, "weights are as readable as the rest"

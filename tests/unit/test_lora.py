@@ -32,7 +32,7 @@ from redline.model.lora import (
     unmerge,
 )
 from redline.model.transformer import Transformer, build_model
-from redline.model.weights import load_weights
+from redline.model.weights import Loaded, load_weights
 from redline.train.adapter import peft_tensors, read_adapter, write_adapter
 
 FAMILIES = ("llama", "llama-biased", "smollm2", "qwen2", "qwen3")
@@ -212,7 +212,7 @@ def test_a_merged_model_computes_what_the_adapted_one_does(tmp_path: Path) -> No
     assert exported.keys() == merged_weights(model).keys()
     for name, tensor in merged_weights(model).items():
         assert_close(tensor, exported[name], what=name)
-    write_folder(tmp_path / "hf", CONFIG, merged_weights(model), None, torch.float32)
+    write_folder(tmp_path / "hf", Loaded(config=CONFIG, weights=merged_weights(model)), torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert_close(theirs(tokens_BT()).logits, logits)
 

@@ -22,6 +22,7 @@ from redline.errors import ConfigError, DataError, RedlineError
 from redline.model.huggingface_out import write_folder
 from redline.model.lora import LoraLinear
 from redline.model.transformer import build_model
+from redline.model.weights import Loaded
 from redline.record.observe import Observers
 from redline.record.read import read_run
 from redline.record.run import read_lines
@@ -289,9 +290,11 @@ def test_a_model_whose_adapters_cannot_be_written_is_refused_before_anything_is_
     tokenizer = open_on(place / "model", device="cpu")[0].loaded.tokenizer_json
     write_folder(
         tmp_path / "gpt2",
-        config,
-        {name: p.detach() for name, p in model.named_parameters()},
-        tokenizer,
+        Loaded(
+            config=config,
+            weights={name: p.detach() for name, p in model.named_parameters()},
+            tokenizer_json=tokenizer,
+        ),
         torch.float32,
     )
     with session_in(place, tmp_path / "run", f"model.init_from={tmp_path / 'gpt2'}") as session:

@@ -14,6 +14,7 @@ from redline.config.load import from_toml, load_recipe
 from redline.config.recipe import ModelConfig
 from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
+from redline.model.weights import Loaded
 from redline.train.places import shipped_models
 from redline.train.restore import open_on, open_weights
 
@@ -48,9 +49,7 @@ def test_a_name_is_the_shipped_model_unless_the_user_has_a_folder_of_that_name(
     own.parent.mkdir()
     write_folder(
         shipped,
-        config,
-        dict(build_model(config, device="cpu", seed=0).named_parameters()),
-        None,
+        Loaded(config=config, weights=dict(build_model(config, device="cpu", seed=0).named_parameters())),
         torch.bfloat16,
     )
     monkeypatch.setattr("redline.train.places.shipped_models", lambda: {"demo": shipped})

@@ -81,7 +81,10 @@ def bench_attention(
 
 def crossing_lengths(rows: Sequence[BenchRow]) -> dict[str, float | None]:
     """For each comparison, the length from which kernel attention is faster."""
-    times = _times(rows)
+    times: dict[tuple[str, str], dict[int, float]] = {}
+    for row in rows:
+        if "seconds" in row:
+            times.setdefault((row["what"], row["arm"]), {})[row["seq_len"]] = row["seconds"]
     return {
         f"{what} against {arm}": crossing(times[what, arm], times[what, "favor"])
         for what, arm in times
@@ -101,14 +104,6 @@ def crossing(theirs: Mapping[int, float], ours: Mapping[int, float]) -> float | 
     at = slower[-1]
     share = -gains[at] / (gains[at + 1] - gains[at])
     return float(lengths[at] * (lengths[at + 1] / lengths[at]) ** share)
-
-
-def _times(rows: Sequence[BenchRow]) -> dict[tuple[str, str], dict[int, float]]:
-    found: dict[tuple[str, str], dict[int, float]] = {}
-    for row in rows:
-        if "seconds" in row:
-            found.setdefault((row["what"], row["arm"]), {})[row["seq_len"]] = row["seconds"]
-    return found
 
 
 def page(

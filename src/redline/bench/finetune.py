@@ -58,18 +58,10 @@ class FinetuningWork:
 
     @property
     def recipe(self) -> Recipe:
-        train = TrainConfig(
-            batch_size=self.batch_size,
-            lr=self.lr,
-            epochs=1,
-            schedule="constant",
-            weight_decay=0.0,
-            beta2=0.999,
-        )
-        data = DataConfig(source=RANDOM_WEIGHTS, seq_len=self.padded_to)
-        return Recipe(
-            name="bench", workload="finetune", model=self.model, data=data, train=train, lora=self.lora
-        )
+        steady: dict[str, Any] = {"epochs": 1, "schedule": "constant", "weight_decay": 0.0, "beta2": 0.999}
+        train = TrainConfig(batch_size=self.batch_size, lr=self.lr, **steady)
+        data, lora = DataConfig(source=RANDOM_WEIGHTS, seq_len=self.padded_to), self.lora
+        return Recipe(name="bench", workload="finetune", model=self.model, data=data, train=train, lora=lora)
 
 
 WORKS = {
@@ -88,8 +80,7 @@ WORKS = {
 
 
 def _summary(row: BenchRow, rows: Sequence[BenchRow], *_: Any) -> BenchRow:
-    """Its speeds over the timed blocks, and the largest difference of its losses from each of Hugging Face's, over the
-    updates that both made."""
+    """Its speeds in the timed blocks, and how far its losses are from each of Hugging Face's at most."""
     found: BenchRow = {}
     if "blocks" in row:
         found |= spread([block["examples"] / block["seconds"] for block in row["blocks"]], "rows_per_s")
@@ -179,9 +170,6 @@ def _timed(
     return [{**block, "seconds": seconds} for seconds in blocks_s]
 
 
-# ---- ours ----
-
-
 def _ours(name: str, work: FinetuningWork) -> BenchRow:
     plan = make_plan(work.recipe, hardware_here(read_facts(), None))
     if name == "fp32":
@@ -209,9 +197,8 @@ def peft_model(work: FinetuningWork) -> Any:
     prepare(ours, work.recipe, process)
     plain = {name: p.detach() for name, p in ours.named_parameters() if "lora" not in name}
     modules = [module.split(".")[1] for module in MODULES.values()]
-    lora = peft.LoraConfig(
-        r=work.lora.rank, lora_alpha=work.lora.alpha, target_modules=modules, task_type="CAUSAL_LM"
-    )
+    its = {"r": work.lora.rank, "lora_alpha": work.lora.alpha, "target_modules": modules}
+    lora = peft.LoraConfig(**its, task_type="CAUSAL_LM")
     model = peft.get_peft_model(theirs.model_of(work.model, plain, device=process.device), lora)
     start = peft_tensors(ours)
     learning = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}

@@ -42,8 +42,6 @@ TEMPERATURE = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationWork:
-    """The model and the work."""
-
     model: ModelConfig
     prompt_tokens: int
     new_tokens: int
@@ -95,9 +93,6 @@ def most_occupancy(work: GenerationWork) -> float:
     return sum(decoded) / (work.mixed_slots * max(slots))
 
 
-# ---- the floor ----
-
-
 def _summary(row: BenchRow, _rows: Any, work: GenerationWork, ceilings: Ceilings) -> BenchRow:
     if "seconds" not in row or not row["row"].startswith("redline"):
         return {}
@@ -119,8 +114,6 @@ def _summary(row: BenchRow, _rows: Any, work: GenerationWork, ceilings: Ceilings
         found |= {f"{name}_s": seconds, f"share_of_{name}": seconds / median(row["seconds"])}
     return found
 
-
-# ---- the page ----
 
 LABELS = {
     "generate": "transformers `generate`",
@@ -223,15 +216,8 @@ def transformers(setting: dict[str, str]) -> Iterator[BenchRow]:
 
 def _sampled(new_tokens: int, samples: int) -> Any:
     hf = need("transformers", extra="hf")
-    return hf.GenerationConfig(
-        max_new_tokens=new_tokens,
-        num_return_sequences=samples,
-        do_sample=True,
-        temperature=TEMPERATURE,
-        top_k=0,
-        top_p=1.0,
-        pad_token_id=0,
-    )
+    how = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+    return hf.GenerationConfig(max_new_tokens=new_tokens, num_return_sequences=samples, **how)
 
 
 def _generate(theirs: Any, work: GenerationWork, prompts: int, samples: int) -> BenchRow:

@@ -96,7 +96,6 @@ def table(columns: Sequence[Column], rows: Sequence[BenchRow], reference: Refere
 
 
 def brief(columns: Sequence[Column], row: BenchRow) -> str:
-    """The row of the table as a line of progress."""
     label, *cells = _cells(columns, row)
     if "failed" in row:
         return f"{label}: {': '.join(cells[-2:])}"
@@ -223,9 +222,7 @@ def slower(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     machine differ by; an arm that failed counts. Refuses a record of other work."""
     here, then = _speeds(now), _speeds(before)
     if not here.keys() & then.keys():
-        raise ConfigError(
-            "the recorded result has no arm of this benchmark on the same work: record one first"
-        )
+        raise ConfigError("the recorded result has no arm of this benchmark on this work: record one first")
     found = []
     for name in sorted(here.keys() & then.keys()):
         (rate, high), (old, low) = here[name][::2], then[name][:2]

@@ -35,6 +35,7 @@ from redline.measure.child import device, empty, half, peak_bytes, timed
 from redline.measure.generation import words_tokenizer
 from redline.model.huggingface_out import write_folder
 from redline.model.transformer import build_model
+from redline.model.weights import Loaded
 from redline.plan.hardware import hardware_here
 from redline.plan.plan import Plan
 from redline.plan.planner import make_plan
@@ -262,9 +263,8 @@ def _recipe(
 
 def _plan(recipe: Recipe) -> Plan:
     facts = read_facts()
-    return make_plan(
-        recipe, hardware_here(facts if torch.cuda.is_available() else replace(facts, gpus=()), None)
-    )
+    facts = facts if torch.cuda.is_available() else replace(facts, gpus=())
+    return make_plan(recipe, hardware_here(facts, None))
 
 
 def redline(setting: dict[str, str], compiled: Compile = "off") -> Iterator[BenchRow]:
@@ -272,7 +272,8 @@ def redline(setting: dict[str, str], compiled: Compile = "off") -> Iterator[Benc
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "model"
         tokenizer = words_tokenizer(work.model.vocab_size).text
-        write_folder(weights, work.model, _weights(work), tokenizer, torch.bfloat16, eos_ids=(0,))
+        random = Loaded(config=work.model, weights=_weights(work), tokenizer_json=tokenizer, eos_ids=(0,))
+        write_folder(weights, random, torch.bfloat16)
         for questions in work.questions:
             yield _ours(work, questions, open_weights(weights), compiled)
 

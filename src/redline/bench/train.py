@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +49,13 @@ LABELS = {
     "plain": "plain PyTorch",
     "hf": "HF Trainer",
 }
-WHOLE_SOFTMAX = (
-    "not run: it would compute the whole softmax; train.softmax_candidates=0 compares the same work"
-)
+WHOLE_SOFTMAX = "not run: it would compute the whole softmax; train.softmax_candidates=0 compares them"
 COLUMNS: tuple[Column, ...] = (
     ("arm", str, "label"),
     *MEASURED,
     ("MFU", "{:.1%}".format, "mfu_share"),
     ("against bare", lambda ratio: f"{ratio - 1:+.2%}", "against"),
-    (
-        "predicted",
-        lambda p, seen: f"{format_bytes(p)}, {p / seen - 1:+.1%}",
-        "predicted_bytes",
-        "memory_bytes",
-    ),
+    ("predicted", lambda p, was: f"{format_bytes(p)}, {p / was - 1:+.1%}", "predicted_bytes", "memory_bytes"),
     ("first step", format_duration, "first_step_s"),
 )
 
@@ -175,9 +169,6 @@ def _given(setting: dict[str, Any]) -> tuple[Recipe, Plan]:
     return from_toml(setting["recipe"], where="bench"), from_json(setting["plan"], where="bench")
 
 
-# ---- Redline's own loop ----
-
-
 def loop(setting: dict[str, Any]) -> Iterator[BenchRow]:
     (recipe, plan), started_s = _given(setting), time.perf_counter()
     subject = TrainingSubject(setting)
@@ -186,17 +177,14 @@ def loop(setting: dict[str, Any]) -> Iterator[BenchRow]:
     first = trainer.source.next()
     # a captured update copies its rows from the host in any case
     batch = first if plan.graph else first.moved(lambda part: part.to(device))
-
-    def bare_step() -> None:
-        trainer.executor.take(batch, targets=float(recipe.tokens_per_step), lr_factor=1.0)
-
+    tokens = float(recipe.tokens_per_step)
     trainer.turn()
     synchronize()
     first_step_s = time.perf_counter() - started_s
     arms = {
         # the last line of a block is written while its clock still runs
         "loop": _Steps(setting, trainer.turn, trainer.drain),
-        "bare": _Steps(setting, bare_step),
+        "bare": _Steps(setting, partial(trainer.executor.take, batch, targets=tokens, lr_factor=1.0)),
     }
     yield _row(_speeds(arms, recipe, setting), first_step_s) | {
         "predicted_bytes": plan.prediction.memory_bytes,
@@ -206,9 +194,6 @@ def loop(setting: dict[str, Any]) -> Iterator[BenchRow]:
     subject.close()
 
 
-# ---- what plain PyTorch gives ----
-
-
 def plain(setting: dict[str, Any]) -> Iterator[BenchRow]:
     (recipe, plan), started_s = _given(setting), time.perf_counter()
     with join(plan.hardware.kind) as process:
@@ -216,8 +201,7 @@ def plain(setting: dict[str, Any]) -> Iterator[BenchRow]:
         step()
         synchronize()
         first_step_s = time.perf_counter() - started_s
-        speeds = _speeds({"plain": _Steps(setting, step)}, recipe, setting)
-        yield _row(speeds, first_step_s)
+        yield _row(_speeds({"plain": _Steps(setting, step)}, recipe, setting), first_step_s)
 
 
 def _plain_step(recipe: Recipe, plan: Plan, process: Process) -> Callable[[], object]:
@@ -240,11 +224,8 @@ def _plain_step(recipe: Recipe, plan: Plan, process: Process) -> Callable[[], ob
     shape, vocab = (recipe.train.batch_size, recipe.data.seq_len), recipe.model.vocab_size
     inputs, targets = (torch.randint(0, vocab, shape, device=device) for _ in range(2))
     executor = Eager(learner, Sequences(pass_size=plan.micro_batch, share=recipe.train.batch_size))
-    batch, tokens = Batch(inputs, targets, {}), float(recipe.tokens_per_step)
-    return lambda: executor.take(batch, targets=tokens, lr_factor=1.0)
-
-
-# ---- Hugging Face's Trainer ----
+    tokens = float(recipe.tokens_per_step)
+    return partial(executor.take, Batch(inputs, targets, {}), targets=tokens, lr_factor=1.0)
 
 
 def hf(setting: dict[str, Any]) -> Iterator[BenchRow]:

@@ -87,12 +87,9 @@ def run(options: argparse.Namespace) -> None:
         print_ablation(ablation([asdict(row) for row in rows]), Output())
         print(f"written to {folder / 'ablation.json'}; `redline report {folder}` draws it")
     if left := sum(row.outcome == "not run" for row in rows):
+        some = any(row.tokens_per_s for row in rows)
+        again = "run the same command again to continue" if some else "give more --minutes"
         short = f"because {options.minutes:g} min were not enough"
-        again = (
-            "run the same command again to continue"
-            if any(row.tokens_per_s for row in rows)
-            else "give more --minutes"
-        )
         status(f"not run: {left} of {len(rows)} rows, {short}; {again}")
 
 

@@ -104,8 +104,6 @@ def _examples(part: str) -> str:
 
 
 class _Number(argparse.Action):
-    """Checks a number as it is parsed."""
-
     def __call__(self, _parser: object, options: argparse.Namespace, value: Any, name: Any = None) -> None:
         may_be_0 = re.search(r"(?<![\w.])0(?![\w.])", self.help or "") is not None
         if not 0 <= value < math.inf or (value == 0 and not may_be_0):
@@ -131,7 +129,6 @@ def _text(text: str) -> str:
 
 
 def declare(command: argparse.ArgumentParser, text: str) -> None:
-    """Add every argument that the text lists."""
     for line in text.splitlines():
         form, _, about = line.strip().partition("  ")
         if form.startswith("@"):

@@ -13,7 +13,6 @@ GUIDE_001, GUIDE_001_GPUS = ("guru-8gpu", "guru-8gpu-before"), 8
 
 
 def print_capacity(rows: list[Capacity], recipe: Recipe, hardware: Hardware, *, price: float | None) -> None:
-    """Print the table by number of GPUs, where scaling stops, and the assumptions."""
     console, steps, shares = Output(), recipe.train.steps, efficiency(rows)
     taken: list[tuple[str, ...]] = []
     given: list[tuple[str, ...]] = []
@@ -54,7 +53,6 @@ def print_capacity(rows: list[Capacity], recipe: Recipe, hardware: Hardware, *, 
 
 
 def _print_step(row: Capacity) -> None:
-    """Print the waterfall of an RL step."""
     cells, began_s = [], 0.0
     for name, part_s in row.parts_s.items():
         before, long = (40 * seconds / row.step_s for seconds in (began_s, part_s))

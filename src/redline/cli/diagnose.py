@@ -98,7 +98,6 @@ _CERTAINTY = ((0.85, "high"), (0.6, "medium"), (0.0, "low"))
 
 
 def print_answer(observed: Observed, findings: list[Finding]) -> None:
-    """Print what the run is, what holds it back, what to change and what to expect."""
     console, parts = Output(), _split(observed)
     rows = [*what_it_is(observed), *([("an update", parts)] if parts else [])]
     rows += [("note", note) for note in observed.notes]

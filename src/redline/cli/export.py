@@ -25,14 +25,7 @@ def run(options: argparse.Namespace) -> None:
     from redline.train.restore import open_weights
 
     opened = open_weights(model, options.checkpoint)
-    loaded, dtypes = opened.loaded, {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    write_folder(
-        options.out,
-        loaded.config,
-        loaded.weights,
-        loaded.tokenizer_json,
-        dtypes[options.dtype],
-        chat_template=loaded.chat_template,
-        eos_ids=loaded.eos_ids,
-    )
-    print(f"{opened.source} written to {options.out} as {architecture(loaded.config)} in {options.dtype}")
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    write_folder(options.out, opened.loaded, dtypes[options.dtype])
+    family = architecture(opened.loaded.config)
+    print(f"{opened.source} written to {options.out} as {family} in {options.dtype}")

@@ -39,7 +39,8 @@ RECIPE                     a shipped recipe (see `redline recipes`) or a .toml f
 --dry-run                  print what would be started, and start nothing
 @JSON
 """
-SIZE, LIMIT = r"[1-9]\d*[KMGT]?", r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}"
+LIMIT = r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}"
+FORMS = {"memory": (r"[1-9]\d*[KMGT]?", "256G"), "time": (LIMIT, "24:00:00 or 1-00")}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,11 +63,8 @@ def run(options: argparse.Namespace) -> int:
 
 def job_of(options: argparse.Namespace) -> Job:
     """The job that the options ask for; what is wrong with it is refused before anything starts."""
-    for name, value, form, example in (
-        ("memory", options.memory, SIZE, "256G"),
-        ("time", options.time, LIMIT, "24:00:00 or 1-00"),
-    ):
-        if not re.fullmatch(form, value):
+    for name, (form, example) in FORMS.items():
+        if not re.fullmatch(form, value := getattr(options, name)):
             raise ConfigError(f"--{name} must look like {example}, got {value!r}")
     recipe = load_recipe(options.recipe)
     workload = recipe.workload
@@ -76,17 +74,10 @@ def job_of(options: argparse.Namespace) -> Job:
         raise ConfigError(f"--nodes {options.nodes}: {where} takes one node; leave it out")
     if options.run is not None and not options.run.name:
         raise ConfigError(f"--run begins the names of runs, which {str(options.run)!r} cannot: name a folder")
-    job = Job(
-        recipe=options.recipe,
-        verb=verb_of(workload),
-        overrides=tuple(options.set),
-        run=run_of(options, recipe),
-        nodes=options.nodes,
-        gpus=min(gpus, 1) if workload == "rft" else gpus,
-        cpus=options.cpus,
-        memory=options.memory,
-        time_limit=options.time,
-    )
+    given = {name: getattr(options, name) for name in ("recipe", "nodes", "cpus", "memory")}
+    gpus = min(gpus, 1) if workload == "rft" else gpus
+    run, sets = run_of(options, recipe), tuple(options.set)
+    job = Job(verb=verb_of(workload), overrides=sets, run=run, gpus=gpus, time_limit=options.time, **given)
     for experiment in job.experiments:
         load_recipe(options.recipe, experiment.overrides)
     return job

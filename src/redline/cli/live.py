@@ -67,13 +67,9 @@ def make_view(*, quiet: bool = False, own: bool = True, stream: TextIO | None = 
     stream = stream or sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # a character the terminal lacks must not end the run
-    return LiveView(Output(file=stream)) if is_terminal(stream) else PlainView(stream, own=own)
-
-
-def is_terminal(stream: TextIO) -> bool:
-    """Whether the stream is a terminal that can redraw."""
     dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
-    return stream.isatty() and not dumb and os.environ.get("CI", "false").lower() in ("false", "0", "")
+    redraws = stream.isatty() and not dumb and os.environ.get("CI", "false").lower() in ("false", "0", "")
+    return LiveView(Output(file=stream)) if redraws else PlainView(stream, own=own)
 
 
 @dataclass
@@ -214,6 +210,8 @@ def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
     to_come = f"at most {line['samples_left']:,} to come" if line.get("samples_left") else ""
     typical = f"median {format_count(seen.median_of('tokens_per_s'))} · {format_duration(seen.median_of('step_s'))} a step"
     after = f"after {format_duration(line.get('elapsed_s'))}"
+    used, device = line.get("memory_bytes") or 0, seen.device_bytes
+    of_what = f"peak, {format_share(used / device)} of {format_bytes(device)}" if device else "peak"
     domains = [(name.removeprefix("reward."), line[name]) for name in line if name.startswith("reward.")]
     rewards = [f"{name} {_fixed(value, '.2f')}" for name, value in domains]
     # without the perplexity per word, so that the line fits 80 columns
@@ -231,7 +229,12 @@ def figures(seen: Seen) -> list[tuple[str, str, str, str]]:
         ("workers", *_workers(line.get("workers"))),
         ("MFU", format_limit_share(line.get("mfu")), f"({seen.mfu_note})" if seen.mfu_note else "", "MFU {}"),
         ("ceiling", format_limit_share(line.get("ceiling_share")), "of the measured matmul rate", ""),
-        ("memory", format_bytes(line.get("memory_bytes")), _memory_note(seen), "mem {}"),
+        (
+            "memory",
+            format_bytes(line.get("memory_bytes")),
+            of_what if seen.on_gpu else "of this process",
+            "mem {}",
+        ),
         ("data wait", format_share(seen.wait_share()), "of the step", "wait {}"),
         ("slowest", *seen.slow(), "waits for {}"),
         ("time left", format_duration(seen.left_s()), after, "left {}"),
@@ -253,12 +256,6 @@ def _workers(rates: dict[str, float] | None) -> tuple[str, str, str]:
 
 def _fixed(value: float | None, form: str) -> str:
     return DASH if value is None else format(value, form)
-
-
-def _memory_note(seen: Seen) -> str:
-    used, device = seen.last.get("memory_bytes") or 0, seen.device_bytes
-    share = f", {format_share(used / device)} of {format_bytes(device)}" if device else ""
-    return f"peak{share}" if seen.on_gpu else "of this process"
 
 
 def plain_line(seen: Seen) -> str:
@@ -329,7 +326,6 @@ def live_panel(seen: Seen, events: Sequence[str], columns: int) -> Panel:
 
 
 def progress(seen: Seen) -> Table:
-    """The progress of the stage, as a bar if its end is known."""
     row = Table.grid(expand=True, padding=(0, 2, 0, 0))
     if not (seen.total_steps or seen.max_hours or seen.questions):
         row.add_row(seen.done())

@@ -65,12 +65,12 @@ def _of_a_log(options: argparse.Namespace) -> None:
         raise ConfigError("--as and --set are for a recipe: a log has its own GPU and settings")
     observed = read(Path(options.recipe))
     findings = diagnose(observed)
-    rows = []
-    for entry in catalogue().values():
-        for found in (finding for finding in findings if finding.optimisation == entry.name):
-            gain = str(found.gain or "no speed")
-            here = {"applies": True, "cause": found.cause, "gain": gain, "fix": found.fix}
-            rows.append(_row(entry) | here)
+    rows = [
+        _row(catalogue()[found.optimisation])
+        | {"applies": True, "cause": found.cause, "gain": str(found.gain or "no speed"), "fix": found.fix}
+        for found in findings
+        if found.optimisation
+    ]
     if options.json:
         print_json(rows)
         return

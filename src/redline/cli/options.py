@@ -62,7 +62,6 @@ def name_of(options: argparse.Namespace, recipe: Recipe) -> str:
 
 
 def run_of(options: argparse.Namespace, recipe: Recipe) -> Path:
-    """The run folder, which belongs to one recipe."""
     given: Path | None = options.run
     return given or Path("runs") / name_of(options, recipe).replace("/", "-")
 
@@ -103,7 +102,6 @@ def typed_pins(options: argparse.Namespace) -> frozenset[str]:
 
 
 def on_ray(options: argparse.Namespace) -> "OnRay | None":
-    """Where samples are drawn, if not here."""
     if options.on != "ray":
         if options.workers is not None or options.ray_address is not None:
             raise ConfigError("--workers and --ray-address are for samples drawn on Ray: add --on ray")

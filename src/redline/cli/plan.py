@@ -104,7 +104,6 @@ def outside_of(options: argparse.Namespace) -> Outside:
 
 
 def make(options: argparse.Namespace, recipe: Recipe, *, nproc: int, nodes: int = 1) -> Plan:
-    """The plan for this machine, or for the one named."""
     hardware = _hardware(options)
     if getattr(options, "as_", None):
         nodes = nodes_of(nproc, hardware.node_gpus)

@@ -158,7 +158,6 @@ _APART = {"in_train": "also in the training data", "unseen": "not in training da
 
 
 def describe(recipe: Recipe, folder: Path) -> str:
-    """One line: what is run where."""
     sampler = recipe.sample.server or recipe.sample.sampler or "the model itself"
     assert recipe.task is not None
     return (
@@ -168,7 +167,6 @@ def describe(recipe: Recipe, folder: Path) -> str:
 
 
 def print_stage(verb: str, found: Any, folder: Path) -> None:
-    """The outcome of one stage, or of all."""
     stages = found if verb == "run" else {verb: found}
     if "sample" in stages:
         _print_sampled(stages["sample"])

@@ -34,7 +34,12 @@ ARGUMENTS = """
 
 def run(options: argparse.Namespace) -> None:
     if options.task is None:
-        _list(options)
+        for name in ("data", "count", "seed", "score"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name} needs a task: one of {', '.join(TASKS)}, or my_task.py:make")
+        about = {name: make(None).about for name, make in TASKS.items()}
+        rows = [{"name": name, "about": text} for name, text in about.items()]
+        answer(options, rows, lambda: show(("", ""), list(about.items())))
         return
     if options.seed is not None and options.data is not None:
         raise ConfigError("--seed draws generated questions, but files keep their order: leave out one")
@@ -49,15 +54,6 @@ def run(options: argparse.Namespace) -> None:
         show(("id", "answer", "question"), [(q.id, q.answer, q.text) for q in questions])
 
 
-def _list(options: argparse.Namespace) -> None:
-    for name in ("data", "count", "seed", "score"):
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name} needs a task: one of {', '.join(TASKS)}, or my_task.py:make")
-    about = {name: make(None).about for name, make in TASKS.items()}
-    rows = [{"name": name, "about": text} for name, text in about.items()]
-    answer(options, rows, lambda: show(("", ""), list(about.items())))
-
-
 def _shown(question: Question, prompt: str) -> dict[str, Any]:
     named = question._asdict()
     return {"id": named.pop("id"), "question": named.pop("text"), **named, "prompt": prompt}
@@ -70,20 +66,15 @@ def _score(options: argparse.Namespace, task: Task, questions: list[Question]) -
     with Pool(options.task, options.data, workers=workers) as pool:
         verdicts = pool.score(items)
     failures = [verdict.reason for verdict in verdicts if verdict.reason is not None]
-    known = shares(verdicts)
-    found = {
-        "completions": len(items),
-        "questions": len({question.id for question, _ in items}),
-        "accuracy": known["accuracy"],
-        "answer_rate": known["answer_rate"],
-        "failures": failures,
-    }
+    known, asked = shares(verdicts), len({question.id for question, _ in items})
+    found: dict[str, Any] = {"completions": len(items), "questions": asked}
+    found |= {name: known[name] for name in ("accuracy", "answer_rate")} | {"failures": failures}
     if options.json:
         print_json(found)
         return
     print(f"accuracy     {format_share(known['accuracy'])}")
     print(f"answer rate  {format_share(known['answer_rate'])}")
-    print(f"{len(items):,} completions of {found['questions']:,} questions, {options.split} split")
+    print(f"{len(items):,} completions of {asked:,} questions, {options.split} split")
     if failures:
         first = visible(failures[0])
         print(f"the scorer failed on {len(failures):,} of them, which count as wrong; the first: {first}")

@@ -13,7 +13,7 @@ import argparse
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -34,7 +34,7 @@ from redline.plan.plan import Plan, from_json, to_json
 from redline.record import startup
 from redline.record.export import ExportedRun, check_names, make_exporters
 from redline.record.observe import Observer
-from redline.record.read import Run, number, read_run
+from redline.record.read import Run, read_run, values
 from redline.record.run import RunFolder, failures_recorded
 from redline.record.units import (
     counted,
@@ -47,6 +47,7 @@ from redline.record.units import (
     visible,
 )
 from redline.record.words import told_validation
+from redline.report.figures import Summary
 from redline.report.grid import Output
 from redline.train.open_run import changes
 from redline.train.places import resolve
@@ -90,9 +91,7 @@ def nodes_of(options: argparse.Namespace) -> tuple[int, int]:
         raise ConfigError(f"--nnodes takes a number or MIN:MAX, like 2 or 1:4, got {given!r}")
     place = re.fullmatch(r"[^\s:]+:(\d{1,5})", options.rdzv or "")
     if options.nnodes is None and options.rdzv:  # a script for any number of machines may well say 1
-        raise ConfigError(
-            f"--rdzv {options.rdzv} is where several machines meet: add --nnodes, or leave it out"
-        )
+        raise ConfigError(f"--rdzv {options.rdzv} is where several machines meet: add --nnodes, or omit it")
     if int(most or least) > 1 and (place is None or int(place[1]) >= 2**16):
         got = f"got {options.rdzv!r}" if options.rdzv else "it is missing"
         raise ConfigError(f"--nnodes {options.nnodes} needs --rdzv HOST:PORT, the same on each; {got}")
@@ -181,7 +180,6 @@ def _train(options: argparse.Namespace, recipe: Recipe, folder: Path, **how: Any
 
 
 def describe(recipe: Recipe, plan: Plan, folder: Path) -> str:
-    """A few lines: what is trained, and how."""
     p, t = plan.prediction, recipe.train
     count = counted(t.steps, "step") if t.steps else f"{counted(t.epochs, 'epoch')} in steps"
     each = {
@@ -212,7 +210,6 @@ def mfu_note(plan: Plan) -> str:
 def observers_for(
     options: argparse.Namespace, recipe: Recipe, plan: Plan, folder: Path, resume_step: int
 ) -> list[Observer]:
-    """The live view and the exporters that were asked for."""
     size = format_count(plan.prediction.parameters)
     view = make_view(quiet=options.quiet or options.json)
     view.event(
@@ -237,14 +234,12 @@ def exporters_for(
 
 
 def print_outcome(why: str, step: int, folder: Path) -> None:
-    """How a run ended: the outcome, its median speed, and what to do next."""
     run = read_run(folder)
     planned = run.planned_updates
     spent = f" after {format_duration(run.elapsed_s)}" if run.elapsed_s else ""
     print(f"\n{why} at step {step:,}{f' of {planned:,}' if planned else ''}{spent}")
-    for line in (_loss(run), _speed(run)):
-        if line:
-            Output(markup=False).print(line)
+    for line in _figures(run):
+        Output(markup=False).print(line)
     name = visible(shlex.quote(str(folder)))
     if why.startswith("stopped by"):
         print("To resume, run the same command again.")
@@ -255,24 +250,14 @@ def print_outcome(why: str, step: int, folder: Path) -> None:
     print(f"  redline chat {name}        use the model; or {more}")
 
 
-def _loss(run: Run) -> str:
-    names = ("valid_loss", "valid_accuracy")
-    tested = [line for line in run.metrics if any(number(line.get(name)) is not None for name in names)]
-    if not tested:
-        return ""
-    last = tested[-1]
-    if "valid_loss" not in last:
-        return f"held-out accuracy {format_share(last['valid_accuracy'])}"
-    return ", ".join([f"validation loss {last['valid_loss']:.4f} nats/token", *told_validation(last)])
-
-
-def _speed(run: Run) -> str:
-    if run.speed is None:
-        return ""
-    unit = "tokens/s" if run.rate == "tokens_per_s" else "rows/s"
-    mfu = run.typical("mfu")
-    memory = max((number(line.get("memory_bytes")) or 0.0 for line in run.metrics), default=0.0)
-    return f"median speed {exact(run.speed.value)} {unit}" + "".join([
-        f", MFU {format_limit_share(mfu)}" if mfu is not None else "",
-        f", peak memory {format_bytes(memory)}" if memory else "",
-    ])  # fmt: skip
+def _figures(run: Run) -> Iterator[str]:
+    summary, accuracies = Summary(run), values(run.metrics, "valid_accuracy")
+    speed, valid, memory = summary.speed, summary.quality.valid, summary.memory.seen_bytes
+    if valid:
+        yield ", ".join([f"validation loss {valid['valid_loss']:.4f} nats/token", *told_validation(valid)])
+    elif accuracies:
+        yield f"held-out accuracy {format_share(accuracies[-1])}"
+    if speed.update:
+        mfu = f", MFU {format_limit_share(speed.mfu)}" if speed.mfu is not None else ""
+        peak = f", peak memory {format_bytes(memory)}" if memory else ""
+        yield f"median speed {exact(speed.update.value)} {speed.unit}{mfu}{peak}"

@@ -113,9 +113,8 @@ def print_result(plan: Plan, result: TuningResult, folder: Path) -> None:
     if result.untried:
         untried = ", ".join(result.untried)
         console.print(f"no time left for: {untried}; run the same command with more --minutes to try them")
-    console.print(
-        f"{counted(result.trials, 'trial')} in {format_duration(result.elapsed_s)}; kept in {folder}"
-    )
+    took = format_duration(result.elapsed_s)
+    console.print(f"{counted(result.trials, 'trial')} in {took}; kept in {folder}")
 
 
 def _table(rows: Sequence[TrialRow]) -> Grid:
@@ -137,12 +136,9 @@ def _brief(row: TrialRow) -> bool:
 
 
 def gain(result: TuningResult) -> str:
-    """What the plan is worth, in a line."""
     speed = format_rate(result.tokens_per_s, "tokens")
     if result.ratio == 1.0:
-        compared = [
-            r.comparison for r in result.rows if r.comparison and (r.kept or r.name.startswith(FINAL))
-        ]
+        compared = [c for r in result.rows if (c := r.comparison) and (r.kept or r.name.startswith(FINAL))]
         how = "in turns with another" if compared and compared[-1].paired else "alone"
         return f"{result.against} is the fastest found: {speed} measured {how}"
     ratio = f"{result.ratio:.3f}x [{result.low:.3f}, {result.high:.3f}] {result.against}"

@@ -34,8 +34,7 @@ def shipped() -> dict[str, Path]:
 def load_recipe(
     name: str, overrides: Sequence[str] = (), *, preset: str | None = None, say: Say = lambda note: None
 ) -> Recipe:
-    """Read a recipe by name or path, apply the preset and then the `table.key=value` overrides, and check every rule.
-    `say` is told what was adjusted."""
+    """Read a recipe by name or path, with preset and overrides, and check it. `say` is told what was adjusted."""
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}{nearest(preset, PRESETS)}: known are {', '.join(PRESETS)}")
     path = _find(name)
@@ -70,8 +69,7 @@ def from_toml(text: str, where: str) -> Recipe:
 
 
 def _from_table(table: dict[str, Any], where: str) -> Recipe:
-    """The checked recipe: the table over its workload's defaults. A table that the workload does not read is an error:
-    it would have no effect."""
+    """The checked recipe, over its workload's defaults. A table that the workload does not read is an error."""
     workload = table.get("workload", "pretrain")
     if isinstance(workload, str) and workload in TABLES:
         for name in Recipe.__dataclass_fields__:
@@ -81,7 +79,8 @@ def _from_table(table: dict[str, Any], where: str) -> Recipe:
         for name, values in DEFAULTS.get(workload, {}).items():
             given = table.setdefault(name, {})
             if isinstance(given, dict):
-                table[name] = _under(values, given)
+                dropped = {other for name, other in _EITHER.items() if given.get(name)}
+                table[name] = {key: value for key, value in values.items() if key not in dropped} | given
     return check(build(Recipe, table, where))
 
 
@@ -98,12 +97,6 @@ def _replace_the_other(table: dict[str, Any], named: set[str]) -> None:
             train.pop(other, None)
 
 
-def _under(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The given values over the defaults; of two ways to say one thing, only the given one."""
-    dropped = {other for name, other in _EITHER.items() if given.get(name)}
-    return {key: value for key, value in defaults.items() if key not in dropped} | given
-
-
 def _find(name: str) -> Path:
     recipes = shipped()
     path = recipes.get(name, Path(name))
@@ -115,7 +108,6 @@ def _find(name: str) -> Path:
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
-    """TOML as tables."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError

@@ -47,9 +47,7 @@ def find_examples(path: Path) -> list[Path]:
     if not os.path.exists(path):
         raise DataError(f"no such file: {path}; examples are one of {', '.join(SUFFIXES)} (docs/finetune.md)")
     if not path.name.endswith(SUFFIXES):
-        raise DataError(
-            f"{path} is not a file of examples: its name must end in one of {', '.join(SUFFIXES)}"
-        )
+        raise DataError(f"{path} is not a file of examples: its name ends in none of {', '.join(SUFFIXES)}")
     return [path]
 
 

@@ -35,9 +35,8 @@ class Batch:
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         some = self.candidates
-        return Batch(
-            move(self.inputs_BT), move(self.targets_BT), self.position, None if some is None else move(some)
-        )
+        inputs_BT, targets_BT = move(self.inputs_BT), move(self.targets_BT)
+        return Batch(inputs_BT, targets_BT, self.position, None if some is None else move(some))
 
     @property
     def rows(self) -> int:
@@ -120,10 +119,8 @@ class Loader:
         rows, position = job()
         parts, words = _shift(rows), None
         if self._candidates is not None:
-            size, vocab_size = self._candidates
-            words = torch.from_numpy(
-                draw(parts[1].numpy(), size=size, vocab_size=vocab_size, seed=self._seed)
-            )
+            size, vocab = self._candidates
+            words = torch.from_numpy(draw(parts[1].numpy(), size=size, vocab_size=vocab, seed=self._seed))
             parts = parts[0][self._own], parts[1][self._own]
         inputs_BT, targets_BT = (part.reshape(-1, part.shape[1] // pieces) for part in parts)
         batch = Batch(inputs_BT, targets_BT, position, words)

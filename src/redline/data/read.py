@@ -48,8 +48,6 @@ NOTHING = np.empty(0, dtype=np.uint16)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a file."""
-
     text: str
     offset_bytes: int
     """Bytes of the (perhaps compressed) file read up to it."""
@@ -71,9 +69,7 @@ def find_sources(*sources: str) -> list[Path]:
 
 def _files(source: str) -> list[Path]:
     if is_remote(source):
-        raise DataError(
-            f"{source} is not on disk: text is read from disk; an object store holds only built shards"
-        )
+        raise DataError(f"{source} is not on disk: text is read from disk; a store holds only built shards")
     if (path := find_source(source)).is_dir():
         return files_under(path, tuple(_FORMATS), "file that can be read as a corpus")
     if not path.name.endswith(tuple(_FORMATS)):
@@ -115,8 +111,7 @@ def _joined(source: str, folder: Path) -> Path:
 
 
 def splits_of(files: Sequence[Path]) -> dict[Path, Split]:
-    """The split of each file, where some are named train* and others valid* or dev*; test* has none. Empty: the
-    names do not tell."""
+    """The split of each file by names (train*, valid* or dev*; test* has none); empty if they do not tell."""
     named: dict[Path, Split] = {}
     for file in files:
         if file.name.startswith(("train", "valid", "dev")):
@@ -143,7 +138,6 @@ def files_under(folder: Path, suffixes: tuple[str, ...], what: str) -> list[Path
 
 
 def documents(path: Path, text_field: str) -> Iterator[str]:
-    """The texts of one file in order."""
     return (row.text for row in scan(path, text_field) if not row.wrong)
 
 
@@ -302,8 +296,7 @@ def encoded(
     end_file: int | None = None,
     workers: int = 1,
 ) -> Generator[Document, None, None]:
-    """The documents of the splits, and rows without text, from a position up to a file. Close it to stop its
-    threads."""
+    """Documents of the splits, and rows without text, from a position on. Close it to stop its threads."""
     in_flight: deque[Future[list[Document]]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="encode") as pool:
         try:

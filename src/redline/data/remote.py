@@ -283,8 +283,7 @@ def _blocks(url: str, name: str) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _store(url: str, name: str = "") -> Iterator[tuple[Any, str]]:
-    """fsspec's file system and the path on it, of the folder or of a file in it. An error of the store, after the
-    retries of its package, becomes one line."""
+    """fsspec's file system and the path on it. An error, after the package's retries, becomes one line."""
     url = url.rstrip("/")
     address, protocol = f"{url}/{name}" if name else url, url.partition("://")[0]
     package, extra, credentials = _STORES.get(protocol, ("fsspec", "", "its settings in fsspec"))

@@ -97,9 +97,7 @@ class _Unit:
 
     def __init__(self, place: Path, dtype: np.dtype) -> None:
         self._place = place
-        self._writers = {
-            split: _ShardWriter(place.with_name(f"{place.name}-{split}.tmp"), dtype) for split in SPLITS
-        }
+        self._writers = {s: _ShardWriter(place.with_name(f"{place.name}-{s}.tmp"), dtype) for s in SPLITS}
         self.tokens = self.documents = self.skipped = 0
         self.wrong = ""
 

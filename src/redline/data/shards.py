@@ -74,8 +74,6 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens."""
-
     name: str
     tokens: int
     documents: int

@@ -112,7 +112,6 @@ def too_little(observed: Observed) -> str | None:
 
 
 def missing(observed: Observed) -> tuple[str, ...]:
-    """What is missing to judge the speed."""
     facts = observed.facts
     size = facts.parameters or facts.flops_per_token or facts.total_flops
     known = {

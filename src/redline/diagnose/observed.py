@@ -130,8 +130,7 @@ class Facts:
     """Responses generated for each prompt."""
     precision: Precision | None = None
     recompute: Literal["full", "selective", "on", "off"] | None = None
-    """What activations are computed again in the backward pass: `full`, `selective`, `off`, or `on` where it is not
-    said which."""
+    """Activations computed again in the backward pass; `on` where it is not said which."""
     compile: Literal["on", "off"] | None = None
     """`off` where nothing is compiled."""
     offload: Literal["on", "off"] | None = None
@@ -299,7 +298,6 @@ class Observed:
 
     @property
     def memory_share(self) -> float | None:
-        """How much of a device's memory is in use."""
         used, have = self.used_bytes, self.facts.memory_bytes
         return min(1.0, used / have) if used and have else None
 

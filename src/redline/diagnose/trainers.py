@@ -65,9 +65,7 @@ def facts_of(trainer: Trainer, head: str) -> dict[str, Any]:
             if name in found or (name == "batch_size" and "tokens" in found):
                 continue
             if isinstance(ways, dict):
-                fits: Any = (
-                    word for word, pattern in ways.items() if compiled(f"(?im){pattern}").search(head)
-                )
+                fits: Any = (word for word, form in ways.items() if compiled(f"(?im){form}").search(head))
             else:
                 fits = (each for pattern in ways if (each := _last(name, pattern, head)) is not None)
             if (value := next(fits, None)) is not None:

@@ -14,12 +14,12 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from redline.errors import ConfigError, MachineError
+from redline.errors import ConfigError, MachineError, Say
 
 T = TypeVar("T")
 
@@ -39,17 +39,12 @@ class _Lost(Exception):
 
 
 class Line:
-    """The connections to one server, used from any thread and closed together. The key comes from the environment and is
-    never printed."""
+    """The connections to one server, for any thread. The key comes from the environment and is never printed."""
 
-    def __init__(
-        self, url: str, *, connections: int, timeout_s: float, progress: Callable[[str], None]
-    ) -> None:
+    def __init__(self, url: str, *, connections: int, timeout_s: float, progress: Say) -> None:
         self.url, key = _checked(url), os.environ.get(KEY_VARIABLE)
         if key and (not key.isascii() or not key.isprintable() or " " in key):
-            raise ConfigError(
-                f"the key ({KEY_VARIABLE}) must be printable ASCII without spaces, but it is not"
-            )
+            raise ConfigError(f"the key ({KEY_VARIABLE}) must be printable ASCII without spaces")
         import httpx  # here: it takes a tenth of a second, and most runs call no server
 
         self._httpx = httpx
@@ -120,9 +115,7 @@ class Line:
             ) from error
         except self._httpx.HTTPError as error:
             if "SSL" in str(error):
-                raise ConfigError(
-                    f"{self.url} cannot be reached over TLS: {error}; is it http://?"
-                ) from error
+                raise ConfigError(f"{self.url} cannot be reached over TLS: {error}; is it http?") from error
             raise _Lost(f"the connection failed ({str(error) or type(error).__name__})", None) from error
         if response.status_code in PASSING:
             asked = response.headers.get("Retry-After", "")  # for its other form, a date, our own waits apply
@@ -157,8 +150,7 @@ class Line:
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """A JSON object, or None if it is not one. Some servers cut a character in half, which our own files never
-    contain."""
+    """A JSON object, or None. Some servers cut a character in half, which our own files never contain."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -182,6 +174,5 @@ def _checked(url: str) -> str:
 
 
 def shown(text: str) -> str:
-    """A text cut to one short line."""
     line = " ".join(text.split())
     return line[:SHOWN_CHARACTERS] + ("…" if len(line) > SHOWN_CHARACTERS else "") or "an empty answer"

@@ -63,8 +63,7 @@ class Round:
     """A CUDA event, or None on a CPU."""
 
     def wait(self) -> tuple[np.ndarray, ...]:
-        """Return the number of new tokens, whether each sample continues, the tokens and their log-probabilities; a row
-        for each slot of the round."""
+        """Numbers of new tokens, whether each sample continues, tokens and log-probabilities; a row per slot."""
         if self.done is not None:
             self.done.synchronize()
         return tuple(copy.numpy() for copy in self.copies)
@@ -72,8 +71,7 @@ class Round:
 
 class Decoder:
     def __init__(self, model: Transformer, room: Room, *, whole_batch: bool) -> None:
-        """`whole_batch`: every step computes all slots, so that a row's bits do not depend on how many are in
-        use."""
+        """`whole_batch`: every step computes all slots, so that a row's bits do not depend on the others."""
         self.device, self.vocab_size = model.embed.weight.device, model.config.vocab_size
         self.capacity, self.whole_batch = room.slots, whole_batch
         self.max_prompt_tokens = min(room.max_prompt_tokens, model.config.context_length)
@@ -133,8 +131,7 @@ class Decoder:
         return True
 
     def start(self, starts: Sequence[Start]) -> None:
-        """Write what the samples need into their slots (two copies to the device, scattered there) and choose
-        their first tokens."""
+        """Fill the slots (two copies to the device, scattered there) and choose their first tokens."""
         vocab, sizes = self.vocab_size, np.array([len(one.slots) for one in starts])
         integers = [
             (one.prompt, one.prompt_len, 0, one.limit, 0, 1, min(one.sampling.top_k or vocab, vocab))

@@ -29,7 +29,7 @@ from redline.data.tokenizer import Tokenizer
 from redline.engine.decoder import Decoder, Round, Start, filters
 from redline.engine.request import Completion, Engine, Finish, Request
 from redline.engine.state import STOP_IDS
-from redline.errors import ConfigError, MachineError
+from redline.errors import ConfigError, MachineError, Say
 from redline.model.attention.state import Room
 from redline.model.lora import lora_layers
 from redline.model.transformer import Transformer
@@ -41,8 +41,7 @@ host some 0.3 ms. Once nothing waits for a slot, looks are half as frequent."""
 STREAM_STEPS = 2
 """The same for a stream."""
 AHEAD = 8
-"""Prompts for one in this many slots are read before they are needed, so that the GPU does not wait while the host
-launches that work."""
+"""Prompts for one in this many slots are read ahead, so that the GPU need not wait for their launch."""
 PREFILL_TOKENS = 32_768
 """Most prompt tokens read in one pass: enough to fill a GPU, few enough to bound the activations."""
 _IDLE_S = 0.001
@@ -51,8 +50,6 @@ _END: Any = object()
 
 @dataclass
 class Stats:
-    """What an engine has done since it was made."""
-
     requests: int = 0
     completions: int = 0
     prefill_tokens: int = 0
@@ -73,8 +70,6 @@ class Stats:
 
 @dataclass(eq=False)
 class _Asked:
-    """A request in progress."""
-
     request: Request
     ids: tuple[int, ...]
     limit: int
@@ -135,7 +130,6 @@ class LocalEngine(Engine):
         self._abandon()
 
     def close(self) -> None:
-        """Free the memory."""
         del self.decoder
         if self.model.embed.weight.is_cuda:
             torch.cuda.empty_cache()
@@ -144,9 +138,8 @@ class LocalEngine(Engine):
         """Take over weights that training has changed, if they had to be copied."""
         self.decoder.forward.refresh()
 
-    def stream(self, request: Request, say: Callable[[str], None]) -> Completion:
-        """The one sample of a request without stop strings; `say` gets its text in pieces, as it comes. A partial
-        character waits for the rest."""
+    def stream(self, request: Request, say: Say) -> Completion:
+        """The sample of a request without stop strings; `say` gets its text in pieces of whole characters."""
         assert request.samples == 1
         assert not request.sampling.stop_strings
         said = ""
@@ -338,8 +331,7 @@ class LocalEngine(Engine):
         return found
 
     def _may_begin(self, characters: frozenset[str]) -> np.ndarray:
-        """Which tokens hold one of the characters, or part of one. Turning every slot's tokens into text would hold up
-        the GPU."""
+        """Tokens that hold one of the characters, or part of one: decoding every slot would hold up the GPU."""
         if characters not in self._beginnings:
             texts = self.tokenizer.decode_batch([[token] for token in range(self.model.config.vocab_size)])
             wanted = (*characters, "\ufffd")
@@ -349,7 +341,6 @@ class LocalEngine(Engine):
     # ---- what has ended ----
 
     def _completions(self) -> Iterator[Completion]:
-        """Turn what has ended into text."""
         ended, self._ended = self._ended, []
         # tuples early: the garbage collector visits lists of numbers again and again
         tokens = [tuple(sample.tokens.tolist()) for sample in ended]

@@ -75,8 +75,7 @@ def end_id(loaded: Loaded, tokenizer: Tokenizer, mode: PromptMode) -> int:
 def tokenized(
     loaded: Loaded, tokenizer: Tokenizer, mode: PromptMode, chats: Sequence[list[dict[str, str]]]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Prompt and answer (the last message) of each conversation as token ids. In mode `text` the messages before the
-    answer are lines of the prompt."""
+    """Prompt and answer (the last message) of each conversation as token ids; as lines in mode `text`."""
     end = end_id(loaded, tokenizer, mode)
     if mode == "chat":
         prompts = [chat_prompt(loaded, chat[:-1]) for chat in chats]
@@ -92,5 +91,4 @@ def tokenized(
 
 
 def stop_ids(loaded: Loaded, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Every token that ends an answer."""
     return tuple(dict.fromkeys((*loaded.eos_ids, tokenizer.eot_id)))

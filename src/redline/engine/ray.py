@@ -60,8 +60,6 @@ _END: Any = object()
 
 @dataclass(frozen=True, kw_only=True)
 class OnRay:
-    """How many workers, and on which cluster."""
-
     workers: int | None = None
     """None: one for each GPU of the cluster, or for each CPU if it has no GPU."""
     address: str | None = None

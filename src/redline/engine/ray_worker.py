@@ -40,8 +40,7 @@ def _unpacked(given: tuple[str, tuple[int, ...], np.ndarray], device: torch.devi
 
 
 class Worker:
-    """A worker's process: an engine in a thread. The driver calls `step` repeatedly, gives it work and takes what
-    is finished."""
+    """A worker's process: an engine in a thread. The driver calls `step` to give work and take what is done."""
 
     def __init__(self, how: Mapping[str, Any]) -> None:
         self._how = how

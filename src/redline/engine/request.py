@@ -24,8 +24,6 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen, and when to stop."""
-
     max_new_tokens: int = 128
     temperature: float = 0.8
     """0 takes the likeliest token (greedy)."""
@@ -51,8 +49,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and how many samples of it. A sample's seed and number fix its text, whatever else is generated at the
-    same time."""
+    """A prompt and how many samples of it. Seed and number fix a sample's text, whatever runs beside it."""
 
     prompt: str | tuple[int, ...]
     """Text in which special tokens are recognised (a rendered chat template), or token ids."""
@@ -78,8 +75,6 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One sample of a request."""
-
     request: Request
     sample: int
     """`first_sample` .. `first_sample + samples - 1` of its request."""
@@ -88,8 +83,7 @@ class Completion:
     tokens: tuple[int, ...]
     """New tokens, including the one that ended it; empty if a server does not return them."""
     logprobs: tuple[float, ...]
-    """Natural log-probability of each token under the model itself: temperature 1, nothing filtered. Empty if `tokens`
-    is."""
+    """Log-probability of each token under the model itself (temperature 1, no filter); empty without tokens."""
     finish: Finish
     told_tokens: int = 0
     """How many new tokens a server reports without returning them."""

@@ -20,7 +20,7 @@ import json
 import queue
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 from redline.engine.calls import Line, shown
 from redline.engine.request import Completion, Engine, Finish, Request
-from redline.errors import ConfigError, nearest
+from redline.errors import ConfigError, Say, nearest
 
 CHECK_S = 30.0
 """How long the list of models may take."""
@@ -79,7 +79,7 @@ class ServerEngine(Engine):
         concurrency: int = 64,
         timeout_s: float = 600.0,
         tokenizer: Any = None,
-        progress: Callable[[str], None] | None = None,
+        progress: Say = lambda _: None,
     ) -> None:
         """`url`: http://host:port, or with its path (…/v1). `model`: needed if the server has several. `tokenizer` turns
         prompts of token ids into text, for servers that only take text. `progress` hears of retries."""
@@ -88,12 +88,8 @@ class ServerEngine(Engine):
             raise ConfigError(f"concurrency must be at least 1 and timeout_s greater than 0, {got}")
         self.tokenizer, self.concurrency = tokenizer, concurrency
         self.path = CHAT if url.rstrip("/").endswith(CHAT) else "/completions"
-        self._line = Line(
-            url.rstrip("/").removesuffix(CHAT),
-            connections=concurrency,
-            timeout_s=timeout_s,
-            progress=progress or (lambda _: None),
-        )
+        base = url.rstrip("/").removesuffix(CHAT)
+        self._line = Line(base, connections=concurrency, timeout_s=timeout_s, progress=progress)
         try:
             self.dialect = self._recognise()
             self.model = self._choose(model)
@@ -155,9 +151,7 @@ class ServerEngine(Engine):
         prompt: Any = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
         if not isinstance(prompt, str) and (self.path == CHAT or not self.dialect.takes_ids):
             if self.tokenizer is None:
-                raise self._refusal(
-                    "a prompt of token ids", "give the prompt as text, or the engine a tokenizer"
-                )
+                raise self._refusal("a prompt of token ids", "give it as text, or the engine a tokenizer")
             prompt = str(self.tokenizer.decode(prompt))
         if self.path != CHAT:
             return {"prompt": prompt}

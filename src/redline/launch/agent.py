@@ -47,8 +47,7 @@ class Nodes:
 
 
 class Stopped(BaseException):
-    """Somebody asked this node to stop, and its processes have. A BaseException, because torch's `except Exception`
-    must not keep it."""
+    """Somebody asked this node to stop, and its processes have. Not an Exception: torch would catch that."""
 
 
 def run_on_nodes(nodes: Nodes, nproc: int, arguments: Sequence[str], run: Path) -> int:
@@ -204,9 +203,8 @@ class Agent(elastic.SimpleElasticAgent):
     def _wait(self) -> None:
         """Wait until all have ended. Those that were asked to stop save a checkpoint; if one fails, the others are given up."""
         while self._running():
-            if any(
-                (member.process.returncode or 0) not in (0, processes.STOPPED_CODE) for member in self.members
-            ):
+            good = (None, 0, processes.STOPPED_CODE)
+            if any(member.process.returncode not in good for member in self.members):
                 processes.stop(self.members)
             time.sleep(processes.LOOK_EVERY_S)
 

@@ -70,12 +70,10 @@ class Job:
 
 
 def command_line(arguments: tuple[str, ...]) -> str:
-    """The command as a shell reads it."""
     return shlex.join([*PROGRAM, *arguments])
 
 
 def _choices(override: str) -> tuple[str, list[str]]:
-    """The key of an override and its values."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set takes table.key=value, got {override!r}")

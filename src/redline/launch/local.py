@@ -10,7 +10,6 @@ from redline.train.stop import STOPPED
 
 
 def script(job: Job) -> str:
-    """The commands, in order."""
     commands = [command_line(experiment.arguments) for experiment in job.experiments]
     return "\n".join([*commands, *([command_line(job.report)] if len(commands) > 1 else [])]) + "\n"
 

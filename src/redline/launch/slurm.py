@@ -36,9 +36,8 @@ def script(job: Job) -> str:
     directives = "\n".join(f"#SBATCH --{name}" for name in _directives(job))
     text = (files("redline") / "launch/slurm.sh.jinja").read_text(encoding="utf-8")
     template = Template(text, keep_trailing_newline=True, undefined=StrictUndefined)
-    return template.render(
-        directives=directives, path=_path(job), cases=cases, nodes=job.nodes, stopped=STOPPED
-    )
+    about = {"path": _path(job), "nodes": job.nodes, "stopped": STOPPED}
+    return template.render(directives=directives, cases=cases, **about)
 
 
 def _directives(job: Job) -> list[str]:

@@ -94,7 +94,6 @@ def cached(facts: MachineFacts, progress: Say | None = None) -> Ceilings | None:
 
 
 def save(facts: MachineFacts, ceilings: Ceilings) -> None:
-    """Keep the ceilings for this kind of machine."""
     path = cache_path(facts)
     with storage_errors("the measured ceilings", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,6 @@ def synchronize() -> None:
 
 
 def cuda_peaks() -> dict[str, int]:
-    """Peak bytes of torch's allocator."""
     stats = torch.cuda.memory_stats()
     return {f"{name}_bytes": stats[f"{name}_bytes.all.peak"] for name in ("allocated", "active", "reserved")}
 
@@ -167,7 +166,10 @@ class TrialServer:
 
     def memory(self, _request: dict[str, Any]) -> dict[str, Any]:
         if not torch.cuda.is_initialized():
-            beyond = max(0, _peak_resident_bytes() - self.resident_before_bytes)
+            # from /proc, because getrusage inherits the parent's peak
+            status = Path("/proc/self/status").read_text().splitlines()
+            peak = 1024 * int(next(line.split()[1] for line in status if line.startswith("VmHWM")))
+            beyond = max(0, peak - self.resident_before_bytes)
             peaks = dict.fromkeys(("allocated_bytes", "active_bytes", "reserved_bytes"), beyond)
             return {**peaks, "other_bytes": self.resident_before_bytes}
         return {**cuda_peaks(), "other_bytes": max(0, self.other_bytes)}
@@ -188,12 +190,6 @@ class TrialServer:
         empty()
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # restarts the peak of resident memory
-
-
-def _peak_resident_bytes() -> int:
-    """From /proc, because getrusage inherits the parent's peak."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:

@@ -119,14 +119,11 @@ class GenerationSubject:
     def _request(self, number: int, samples: int, length: int, temperature: float) -> list[Request]:
         """One request for all samples, or, if they do not share their prompt, one for each."""
         sampling = Sampling(max_new_tokens=length, temperature=temperature)
-        one = Request(
-            prompt=tuple(self.prompts[number].tolist()), sampling=sampling, samples=samples, tag=number
-        )
+        prompt = tuple(self.prompts[number].tolist())
+        one = Request(prompt=prompt, sampling=sampling, samples=samples, tag=number)
         if self.how.shared:
             return [one]
         return [replace(one, samples=1, first_sample=first) for first in range(samples)]
-
-    # ---- the guard's numbers ----
 
     def _differences(self) -> list[float]:
         count = min(CHECKED, len(self.prompts))

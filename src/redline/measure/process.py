@@ -168,8 +168,7 @@ class Child:
 
 
 class Children:
-    """Makes the children of a search and holds its clock. With `ahead`, the next one imports torch early, while the
-    one before compiles."""
+    """A search's children and its clock. `ahead`: the next imports torch while the one before compiles."""
 
     def __init__(self, *, ahead: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._ahead, self.clock = ahead, clock

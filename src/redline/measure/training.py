@@ -96,9 +96,6 @@ def _endless(recipe: Recipe) -> Recipe:
     return replace(recipe, train=replace(recipe.train, steps=ENDLESS, **never))
 
 
-# ---- pre-training ----
-
-
 def _pretraining(recipe: Recipe, plan: Plan, process: Process, opened: OpenRun) -> tuple[Job, int]:
     assert opened.run is not None
     corpus = pretrain.open_corpus(recipe, opened.run, process, None)
@@ -106,22 +103,15 @@ def _pretraining(recipe: Recipe, plan: Plan, process: Process, opened: OpenRun) 
     return replace(job, initial_weights=None), recipe.tokens_per_step
 
 
-# ---- reinforcement learning ----
-
-
 def _reinforcing(recipe: Recipe, plan: Plan, process: Process, opened: OpenRun) -> tuple[Job, int]:
     """The update alone."""
-    model = open_weights(Path(recipe.model.init_from or "")).build(
-        process.device, COMPUTE_DTYPE[plan.precision]
-    )
+    base = open_weights(Path(recipe.model.init_from or ""))
+    model = base.build(process.device, COMPUTE_DTYPE[plan.precision])
     finetune.prepare(model, recipe, process)
     equip(model, plan, longest=longest_row(recipe))
     rows = rehearsal.random_rows(recipe)
     job = rehearsal.job_of(recipe, plan, model, rows, process)
     return replace(job, opened=opened), sum(row.example.length for row in rows)
-
-
-# ---- fine-tuning ----
 
 
 class _RoundAndRound(Examples):

@@ -37,15 +37,12 @@ SCRATCH = "REDLINE_TRIAL_FOLDER"
 """Tells a child where to write what its parent will remove. Not TMPDIR, where compilers keep their results."""
 RANDOM_ROWS = 1000
 PROMPT_SHARE, ANSWER_SHARE = (0.14, 0.28), (0.08, 0.20)
-"""Tokens of a random prompt and answer as shares of the longest row, as in tuning guide 003's data
-(docs/claims.md)."""
+"""Random prompts and answers as shares of the longest row, as in tuning guide 003 (docs/claims.md)."""
 KILLED = f"killed by signal {signal.SIGKILL.value}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How long an arm is measured."""
-
     blocks: int = FEWEST_BLOCKS
     block_s: float = 0.5
     """A block holds as many whole steps as fill this time, at least one."""
@@ -59,8 +56,6 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A subject and its setting."""
-
     subject: str
     """Its class, as `module:name`; child.py says what it must offer."""
     setting: dict[str, Any]
@@ -107,7 +102,6 @@ class Measurement:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens/s of the median block."""
         return self.tokens_per_step / median(self.blocks_s)
 
     @property
@@ -123,8 +117,6 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A trial and what it is compared with."""
-
     before: Measurement
     after: Measurement
     paired: bool
@@ -135,9 +127,7 @@ class Pair:
         """How much faster the second is, by seconds per token, as batches may differ; None if one failed."""
         if self.before.outcome != "ok" or self.after.outcome != "ok":
             return None
-        first, second = (
-            [block_s / arm.tokens_per_step for block_s in arm.blocks_s] for arm in (self.before, self.after)
-        )
+        first, second = ([s / arm.tokens_per_step for s in arm.blocks_s] for arm in (self.before, self.after))
         return compare(first, second, paired=self.paired)
 
     @property
@@ -166,8 +156,7 @@ class GenerationSwitches:
     """torch.cuda.empty_cache() after every batch; needs `refilled` off, because refilled slots have no batches."""
 
     def in_force(self) -> Self:
-        """The same, with switches that have no effect here set to one value, so that equal work has equal
-        settings."""
+        """The same, with switches that have no effect here at one value: equal work has equal settings."""
         if not self.cached:
             return replace(self, refilled=False, shared=False, graphs=False)
         return replace(self, merged=True, clear_cache=self.clear_cache and not self.refilled)
@@ -194,9 +183,6 @@ def trial_key(trial: Trial) -> str:
         plan = setting["plan"]
         setting["plan"] = {name: plan[name]["value"] for name in PLANNED} | {"world_size": plan["world_size"]}
     return fingerprint_of([trial.subject, setting, trial.allocator, asdict(trial.timing)])
-
-
-# ---- those that are finished ----
 
 
 class TrialFolder:
@@ -261,8 +247,7 @@ class TrialFolder:
 
 
 def _stands(line: dict[str, Any], path: Path) -> bool:
-    """Whether a trial need not run again: it ended well, or did not fit even alone. Crashes and timeouts may be
-    chance."""
+    """Whether a trial need not run again: it ended well, or did not fit even alone. A crash may be chance."""
     try:
         measured = build(Measurement, line["measured"], where="measured")
         beside = build(Measurement, line["beside"], where="beside") if line["beside"] is not None else None

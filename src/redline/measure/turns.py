@@ -212,7 +212,9 @@ class Turns:
             began_s = self.clock()
             self._make_room(before, after)
             pair = self._in_turns(name, before, after, until_s, enough) if together else None
-            if pair is None or (_apart_may_help(pair) and not self._over(until_s)):
+            # one that failed beside the other may not fail alone
+            failed = pair is None or pair.before.outcome != "ok" or pair.after.lacked_memory
+            if pair is None or (failed and not self._over(until_s)):
                 self.say(f"{name}: {_why_apart(pair)}; measuring one after the other")
                 pair = self._apart(name, before, after, until_s, enough)
             self._spent(began_s)
@@ -332,11 +334,6 @@ class Turns:
 
 def _pair_key(before: Trial, after: Trial, again: str = "") -> str:
     return f"{trial_key(before)}>{trial_key(after)}{again}"
-
-
-def _apart_may_help(pair: Pair) -> bool:
-    """Whether one failed in a way that it need not if it were alone."""
-    return pair.before.outcome != "ok" or pair.after.lacked_memory
 
 
 def _why_apart(pair: Pair | None) -> str:

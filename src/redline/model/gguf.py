@@ -84,11 +84,8 @@ def read_gguf(path: Path) -> Loaded:
     name, config, sizes = _shape(path, about, stored)
     spoken = _named(about, "tokenizer")
     facts = read_facts(_TokenizerFacts, spoken, where=str(path)) if "ggml_model" in spoken else None
-    ends = tuple(
-        end
-        for end in dict.fromkeys((facts.ggml_eos_token_id, facts.ggml_eot_token_id) if facts else ())
-        if end is not None
-    )
+    named = (facts.ggml_eos_token_id, facts.ggml_eot_token_id) if facts else ()
+    ends = tuple(end for end in dict.fromkeys(named) if end is not None)
     check_sizes(config, sizes, ends, where=str(path))
     tensors = {each: _unpacked(path, gguf, tensor) for each, tensor in stored.items()}
     if name == "llama":
@@ -232,23 +229,17 @@ def _tokenizer_json(path: Path, facts: _TokenizerFacts) -> str:
     listed = list(zip(facts.ggml_tokens, range(len(facts.ggml_tokens)), facts.ggml_token_type, strict=True))
     vocab = {token: i for token, i, of in listed if of in (_NORMAL, _CONTROL, _USER_DEFINED)}
     merges = [tuple(merge.split(" ")) for merge in facts.ggml_merges]
-    if any(
-        len(merge) != 2 or any(token not in vocab for token in (*merge, "".join(merge))) for merge in merges
-    ):
+    if any(len(m) != 2 or any(token not in vocab for token in (*m, "".join(m))) for m in merges):
         raise CheckpointError(
             f"{path}: every merge of the tokenizer must join two of its tokens; fetch it again"
         )
     tokenizer = Tokenizer(models.BPE(vocab, merges))
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split, unsplit = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), "isolated"), {"use_regex": False}
     splits = {
-        "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
-        "smollm": [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ],
-        "qwen2": [
-            pre_tokenizers.Split(Regex(_QWEN2_SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ],
+        "gpt-2": [plain],
+        "smollm": [pre_tokenizers.Digits(individual_digits=True), plain],
+        "qwen2": [split, pre_tokenizers.ByteLevel(add_prefix_space=False, **unsplit)],
     }
     rule = facts.ggml_pre
     if rule not in splits:

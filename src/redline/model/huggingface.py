@@ -88,7 +88,8 @@ def read_folder(folder: Path) -> Loaded:
     config, tensors = read_config(folder), _map_tensors(_files(folder))
     tokenizer, template = folder / "tokenizer.json", folder / "chat_template.jinja"
     about, generation = folder / "tokenizer_config.json", folder / "generation_config.json"
-    in_config = _json(about).get("chat_template") if about.is_file() else None
+    chat = _json(about).get("chat_template") if about.is_file() else None
+    chat = read_text(template, error=CheckpointError) if template.is_file() else chat
     eos = _json(generation if generation.is_file() else folder / "config.json").get("eos_token_id")
     ends = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     if not all(type(end) is int for end in ends):
@@ -98,13 +99,7 @@ def read_folder(folder: Path) -> Loaded:
         config=config,
         weights=from_huggingface(config, tensors, where=str(folder)),
         tokenizer_json=read_text(tokenizer, error=CheckpointError) if tokenizer.is_file() else None,
-        chat_template=(
-            read_text(template, error=CheckpointError)
-            if template.is_file()
-            else in_config
-            if isinstance(in_config, str)
-            else None
-        ),
+        chat_template=chat if isinstance(chat, str) else None,
         eos_ids=ends,
     )
 
@@ -203,11 +198,8 @@ def _files(folder: Path) -> list[Path]:
     files = [folder / name for name in sorted(names)]
     if absent := [file.name for file in files if not file.is_file()]:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
-        way_out = (
-            "its weights are pickled, which can run code: convert them to safetensors"
-            if pickled
-            else "fetch them again"
-        )
+        convert = "its weights are pickled, which can run code: convert them to safetensors"
+        way_out = convert if pickled else "fetch them again"
         raise CheckpointError(
             f"{folder} must hold its weights as safetensors, but {', '.join(absent[:3])} is missing;"
             f" {way_out}"
@@ -261,14 +253,8 @@ def architecture(config: ModelConfig) -> str:
         )
     if config.positions == "learned":
         name = "GPT2LMHeadModel"
-        needed = {
-            "norm": "layernorm",
-            "activation": "gelu",
-            "bias": True,
-            "qk_norm": False,
-            "kv_heads": config.num_heads,
-        }
-        needed["head_size"] = config.hidden_size / config.num_heads
+        needed = {"norm": "layernorm", "activation": "gelu", "bias": True, "qk_norm": False}
+        needed |= {"kv_heads": config.num_heads, "head_size": config.hidden_size / config.num_heads}
     else:
         name = "LlamaForCausalLM"
         needed = {"norm": "rmsnorm", "activation": "swiglu"}

@@ -1,11 +1,11 @@
 """Hugging Face folders out: the configuration, the safetensors and the tokenizer that `transformers` loads.
 
-write_folder(Path("export"), config, weights, tokenizer_json, torch.bfloat16)
+write_folder(Path("export"), loaded, torch.bfloat16)
 """
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from redline.config.recipe import ModelConfig
 from redline.errors import StorageError
 from redline.model.huggingface import CONV1D, GPT2_KEYS, LLAMA_KEYS, architecture, table_of
-from redline.model.weights import split
+from redline.model.weights import Loaded, split
 from redline.record.files import new_folder
 
 SHARD_BYTES = 5_000_000_000
@@ -33,32 +33,18 @@ def to_huggingface(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[s
     return tensors | turned
 
 
-def write_folder(
-    folder: Path,
-    config: ModelConfig,
-    weights: Mapping[str, Tensor],
-    tokenizer_json: str | None,
-    dtype: torch.dtype,
-    *,
-    chat_template: str | None = None,
-    eos_ids: Sequence[int] = (),
-) -> None:
+def write_folder(folder: Path, loaded: Loaded, dtype: torch.dtype) -> None:
     """Write a new folder that transformers loads, complete or not at all."""
-    tensors = to_huggingface(config, weights)
+    tensors = to_huggingface(loaded.config, loaded.weights)
     with new_folder(folder, "a model") as temporary:
-        for name, text in _texts(config, dtype, tokenizer_json, chat_template, eos_ids).items():
+        for name, text in _texts(loaded, dtype).items():
             (temporary / name).write_text(text, encoding="utf-8")
         _write_weights(temporary, tensors, dtype)
 
 
-def _texts(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    tokenizer_json: str | None,
-    chat_template: str | None,
-    eos_ids: Sequence[int],
-) -> dict[str, str]:
+def _texts(loaded: Loaded, dtype: torch.dtype) -> dict[str, str]:
     """Every file of the folder that is not weights."""
+    config, eos_ids = loaded.config, loaded.eos_ids
     eos = None if not eos_ids else eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)
     # Given even when null: the defaults of transformers are the ids of Llama's and GPT-2's own tokenizers.
     ids = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
@@ -67,18 +53,15 @@ def _texts(
         "generation_config.json": ids,
     }
     texts = {name: json.dumps(value, indent=2) + "\n" for name, value in files.items()}
-    if tokenizer_json is not None:
-        tokens = {token["id"]: token["content"] for token in json.loads(tokenizer_json)["added_tokens"]}
+    if (tokenizer := loaded.tokenizer_json) is not None:
+        tokens = {token["id"]: token["content"] for token in json.loads(tokenizer)["added_tokens"]}
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context_length}
         about |= {"eos_token": tokens[eos_ids[0]]} if eos_ids and eos_ids[0] in tokens else {}
         # Without it, transformers 4 turns " ." into "." when it decodes.
         about |= {"clean_up_tokenization_spaces": False}
-        texts |= {
-            "tokenizer.json": tokenizer_json,
-            "tokenizer_config.json": json.dumps(about, indent=2) + "\n",
-        }
-    if chat_template is not None:
-        texts["chat_template.jinja"] = chat_template
+        texts |= {"tokenizer.json": tokenizer, "tokenizer_config.json": json.dumps(about, indent=2) + "\n"}
+    if loaded.chat_template is not None:
+        texts["chat_template.jinja"] = loaded.chat_template
     return texts
 
 

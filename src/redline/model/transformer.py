@@ -288,8 +288,7 @@ def build_model(
 
 
 def _give_memory(model: Transformer, device: torch.device) -> None:
-    """Like `to_empty`, which imports SymPy (0.6 s) to copy the layout of a tensor on the meta device; a process alone
-    needs only strides."""
+    """Like `to_empty`, which imports SymPy (0.6 s) for layouts; a process alone needs only strides."""
     if torch.distributed.is_initialized():
         model.to_empty(device=device)
         return

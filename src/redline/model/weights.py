@@ -37,11 +37,11 @@ class Loaded:
     config: ModelConfig
     weights: dict[str, Tensor]
     """Tensors by the names of our parameters; no `head.weight` when the embeddings are tied."""
-    tokenizer_json: str | None
+    tokenizer_json: str | None = None
     """The text of a `tokenizer.json`."""
-    chat_template: str | None
+    chat_template: str | None = None
     """Jinja, as transformers renders it."""
-    eos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...] = ()
     """Tokens that end a generation."""
 
 

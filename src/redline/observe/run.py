@@ -254,8 +254,7 @@ class WatchedRun:
             self._look_for_waits()
 
     def log(self, numbers: Mapping[str, Number]) -> None:
-        """Any numbers of the current update under your own names, for the line of the next `step` and the report.
-        Tensors are not read back here."""
+        """Numbers of your own for the line of the next `step` and the report. Tensors are not read back here."""
         for name in numbers:
             if not isinstance(name, str) or name in MEASURED:
                 raise ConfigError(

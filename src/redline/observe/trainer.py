@@ -31,8 +31,6 @@ LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
 
 
 def told_by(args: Any) -> Told:
-    """What TrainingArguments say about execution."""
-
     def given(name: str) -> str:
         return f"{name}={getattr(args, name)}"
 

@@ -86,8 +86,7 @@ def attention_flops(model: ModelConfig, seq_len: int) -> int:
 
 
 def feedback_widths(model: ModelConfig, dfa: DfaConfig, place: int) -> tuple[int, ...]:
-    """Sizes of the signals at a place, the embedding (0) or a block: its output's and, layer by layer, those inside
-    it."""
+    """Sizes of the signals at a place (0: the embedding, else a block): of its output, then of its layers."""
     if place == 0 or dfa.depth == "block":
         return (model.hidden_size,)
     return (model.num_heads * model.head_size, model.hidden_size, model.ffn_size, model.hidden_size)
@@ -116,8 +115,7 @@ def feedback_weights(model: ModelConfig, dfa: DfaConfig) -> int:
 
 
 SHORT_ROW = 128
-"""Tokens of the longest packed sequence that our own attention kernel takes: the scores of a head, 128 x 128 in fp32,
-are what a program's registers hold."""
+"""The longest packed sequence of our attention kernel: its 128 x 128 fp32 scores fill the registers."""
 
 
 def favor_fits(head_size: int, features: int) -> bool:
@@ -126,8 +124,7 @@ def favor_fits(head_size: int, features: int) -> bool:
 
 
 def slot_bytes(model: ModelConfig, *, tokens: int, precision: str) -> int:
-    """Bytes of a sequence in generation: keys and values of all its tokens (kernel attention: its sums, in fp32), and
-    its logits in fp32, twice."""
+    """Bytes of a sequence in generation: its keys and values (or fp32 sums), and its fp32 logits twice."""
     heads = model.num_layers * model.kv_heads
     if model.attention == "favor":
         kept = 2 * heads * model.features * (model.head_size + 2) * 4
@@ -282,8 +279,7 @@ def feedback_bytes(model: ModelConfig, dfa: DfaConfig, precision: str) -> int:
 
 
 def _second_run_bytes(model: ModelConfig, dfa: DfaConfig, tokens: int, precision: str, fused: bool) -> int:
-    """One block of feedback alignment, forward and backward, with error and signals; or the making of the error.
-    Shared feedback keeps only the signals."""
+    """A block of feedback alignment with error and signals (all that shared feedback keeps), or making the error."""
     a, making = BYTES[precision], 0
     error = a * tokens * feedback_error_size(model, dfa)
     if dfa.error == "logits":
@@ -316,7 +312,8 @@ def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, fused: 
     if model.qk_norm and rotated and fused and a == 2 and model.attention == "softmax":
         rotated += kv_width  # the kernel for both copies the values along
     attention = a * (width + 2 * kv_width + width) + 4 * model.num_heads  # q, k, v, output and log-sum-exp
-    if model.attention == "favor" and recompute == "none" and not _favor_kernel(model, precision, fused):
+    kernel = fused and precision in ("bf16", "fp8") and favor_fits(model.head_size, model.features)
+    if model.attention == "favor" and recompute == "none" and not kernel:
         attention += _favor_bytes(model)
     if recompute == "selective" or precision == "fp8":
         return a * (2 * D + inner + (rotated if recompute == "none" else 0)) + attention
@@ -326,10 +323,6 @@ def kept_bytes(model: ModelConfig, precision: str, recompute: Recompute, fused: 
     # Else the gate's activation too, and what RMSNorm and rotation computed in fp32.
     gate = a * F if model.activation == "swiglu" else 0
     return kept + gate + (16 * D if model.norm == "rmsnorm" else 0) + (8 * rotated if a == 2 else 0)
-
-
-def _favor_kernel(model: ModelConfig, precision: str, fused: bool) -> bool:
-    return fused and precision in ("bf16", "fp8") and favor_fits(model.head_size, model.features)
 
 
 def _favor_bytes(model: ModelConfig) -> int:

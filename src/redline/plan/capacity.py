@@ -29,11 +29,9 @@ BASE_S, NVLINK_HOP_S, PCIE_HOP_S, NETWORK_HOP_S = 8.4e-6, 3.4e-6, 5.7e-6, 14e-6
 """Latency of a ring and of each of its hops, as NCCL's cost model has them (src/graph/tuning.cc, ring, simple)."""
 FASTEST_PCIE = 64e9
 DECODE_LAYER_S = 45e-6
-"""Extra time of a decode step per layer, besides its bytes and products: 1.43 ms for 32 layers with 1 or 32 sequences on
-an H200 (benchmarks/generate)."""
+"""Extra time of a decode step per layer: 1.43 ms for 32 layers on an H200 (benchmarks/generate)."""
 EAGER_SHARE = 0.75
-"""Share of the roofline that uncompiled updates reach: in RL on an H200 0.68 at 360M and 0.83 at 1.3B
-(benchmarks/rl, rl-update)."""
+"""The roofline share of uncompiled updates: RL on an H200 0.68 at 360M, 0.83 at 1.3B (benchmarks/rl)."""
 PAYS = 0.5
 """Below this efficiency half of every GPU-hour is lost."""
 
@@ -53,8 +51,6 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """A recipe on a number of GPUs."""
-
     gpus: int
     problem: str = ""
     """Why it cannot run on so many GPUs; then nothing else is known."""
@@ -91,9 +87,8 @@ def capacity(recipe: Recipe, hardware: Hardware, gpus: int, outside: Outside | N
     for count in sorted({1, gpus, *(count for count in doubled if count < gpus)}):
         nodes = nodes_of(count, hardware.node_gpus)
         try:
-            rows.append(
-                on(recipe, make_plan(recipe, hardware, world_size=count, nodes=nodes, outside=outside))
-            )
+            plan = make_plan(recipe, hardware, world_size=count, nodes=nodes, outside=outside)
+            rows.append(on(recipe, plan))
         except (ConfigError, MachineError) as error:
             rows.append(Capacity(gpus=count, problem=str(error)))
     return rows
@@ -105,14 +100,11 @@ def nodes_of(gpus: int, node_gpus: int) -> int:
 
 
 def on(recipe: Recipe, plan: Plan) -> Capacity:
-    """Predict what a plan should achieve."""
     hardware, exchange = plan.hardware, exchanged(recipe, plan)
     values = {name: getattr(plan, name) for name in PLANNED}
     speed = attainable_tokens_per_s(recipe, hardware, plan.world_size, values)
     if speed is None:
-        raise MachineError(
-            f"no measured or datasheet rate is known for {hardware.title}: run `redline machine`"
-        )
+        raise MachineError(f"no rate is known for {hardware.title}: run `redline machine` to measure it")
     updates = recipe.rl.updates_per_rollout if recipe.rl else 1
     tokens = recipe.rows_per_update * longest_row(recipe)
     eager = hardware.kind == "cuda" and plan.compile == "off"

@@ -22,11 +22,8 @@ def hardware_as(name: str, cores: int) -> Hardware:
 
 def hardware_here(facts: MachineFacts, ceilings: Ceilings | None) -> Hardware:
     """The first GPU of this machine, or its CPU."""
-    measured = (
-        f"measured {format_iso(ceilings.measured_at)}"
-        if ceilings
-        else "nothing measured yet (run `redline machine`)"
-    )
+    at = format_iso(ceilings.measured_at) if ceilings else ""
+    measured = f"measured {at}" if at else "nothing measured yet (run `redline machine`)"
     if not facts.gpus:
         return Hardware(
             title=f"{facts.cpu_name}, {facts.cpu_cores} cores",

@@ -110,8 +110,7 @@ class Plan:
     prefetch: int
     allocator: str
     shards: int
-    """Processes that hold one copy of weights, gradients and optimiser state together; if there are more processes, each
-    such group has its own copy."""
+    """Processes that together hold one copy of weights, gradients and optimiser state; others hold further copies."""
     slots: int
     """Sequences generated together; 0 if the workload generates none."""
     prediction: Prediction
@@ -172,9 +171,7 @@ def load_for(path: Path, recipe: Recipe, world_size: int, *, typed: Collection[s
     out of memory sets it); others are refused."""
     plan = load(path)
     if other := sorted(set(typed) - {"micro_batch"}):
-        raise ConfigError(
-            f"--set plan.{other[0]} has no effect beside --plan {path}: change that file instead"
-        )
+        raise ConfigError(f"--set plan.{other[0]} has no effect beside --plan {path}: change that file")
     if (micro_batch := recipe.plan.micro_batch) is not None and "micro_batch" in typed:
         accumulation = recipe.rows_per_update // (micro_batch * world_size)
         why = {**plan.why, "micro_batch": Why(reason="--set plan.micro_batch", source="user")}

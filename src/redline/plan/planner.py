@@ -22,8 +22,7 @@ from redline.plan.values import NEEDED_CAPABILITY, why_not
 from redline.record.units import counted, format_duration
 
 FULL_PASS_TOKENS = {"cuda": 65_536, "cpu": 4_096}
-"""Tokens in a pass where speed levels off (H200, share of the speed at 64k: at 124M 32k give 96%, 8k 80%, 1k 11
-%)."""
+"""Tokens of a pass where speed levels off (H200, 124M: 32k reach 96% of 64k's speed, 8k 80%, 1k 11%)."""
 THIN_PASS_TOKENS = 4_096
 """Below this a GPU starves, and recomputing activations to fit more tokens pays."""
 MOST_SLOTS = {"cuda": 2048, "cpu": 64}
@@ -42,8 +41,7 @@ ROLLOUT_SHARE = 0.1
 def make_plan(
     recipe: Recipe, hardware: Hardware, *, world_size: int = 1, nodes: int = 1, outside: Outside | None = None
 ) -> Plan:
-    """Decide every value for processes on so many nodes. MachineError if the recipe cannot fit, ConfigError if pins
-    contradict the batch."""
+    """Decide every value. MachineError if the recipe cannot fit, ConfigError if pins contradict the batch."""
     outside = outside or Outside(environment={})
     if world_size < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {world_size}")
@@ -125,9 +123,7 @@ class _Decider:
             full = f"compute capability {_dotted(capability)} multiplies bf16 at full rate"
             return _rule("bf16", f"{full}, and bf16 needs no loss scaling")
         if self.recipe.rl is not None:
-            return _rule(
-                "fp32", "this GPU has no bf16, and reinforcement learning does not scale its losses for fp16"
-            )
+            return _rule("fp32", "this GPU has no bf16, and reinforcement learning scales no losses for fp16")
         return _rule(
             "fp16",
             f"compute capability {_dotted(capability)} has no bf16; fp16 with a loss scaler, which costs one"
@@ -157,13 +153,9 @@ class _Decider:
         if not self.pretraining:
             return _rule("auto", "packed examples and generation have their own kernels")
         if self.hardware.compute_capability[:1] == (9,) and self._takes("attention", "cudnn"):
-            return _rule(
-                "cudnn", "on Hopper cuDNN's kernel measured faster than torch's choice, flash (LOG.md)"
-            )
+            return _rule("cudnn", "on Hopper cuDNN's kernel measured faster than torch's, flash (LOG.md)")
         if self.hardware.compute_capability < (8, 0):
-            return _rule(
-                "auto", "torch picks its memory-efficient kernel; flash needs compute capability 8.0"
-            )
+            return _rule("auto", "torch's memory-efficient kernel: flash needs compute capability 8.0")
         return _rule("auto", "torch picks its flash kernel")
 
     def _kernel_attention(self) -> str:
@@ -285,7 +277,6 @@ class _Decider:
         return best[0]
 
     def _sizes(self, share: int) -> list[int]:
-        """Micro-batches that divide the share, the largest first."""
         limit = FULL_PASS_TOKENS[self.hardware.kind] // longest_row(self.recipe)
         sizes = [d for d in range(min(share, max(1, limit)), 0, -1) if share % d == 0]
         if (profile := self.outside.profile) is not None:
@@ -394,9 +385,7 @@ class _Decider:
             return _rule("", "only CUDA has an allocator to set")
         if not self.pretraining or self.chosen["graph"]:
             return _rule("", "captured graphs keep their own memory; measured with torch's default")
-        return _rule(
-            "expandable_segments:True", "growing segments do not fragment when the micro-batch changes"
-        )
+        return _rule("expandable_segments:True", "growing segments do not fragment when the passes change")
 
     def slots(self) -> Decision:
         """Sequences generated together, by arithmetic; when the engine opens it measures the memory that is free."""

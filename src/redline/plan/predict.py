@@ -23,8 +23,7 @@ MEMORY_SHARE = 0.92
 RL_GENERATION_SHARE = 0.4
 """Share of the device's memory that an engine may take if it stays open during training (RL)."""
 OWN_COPY_SHARE = 0.5
-"""Share of the usable memory that weights, gradients and optimiser state may take for every node to have a copy: activations need
-the rest."""
+"""The most that weights, gradients and optimiser state may take for each node to have a copy."""
 
 
 def longest_row(recipe: Recipe) -> int:
@@ -51,9 +50,8 @@ def predicted_memory(
     )
     if recipe.workload == "pretrain" and values["graph"] and recipe.data.valid_fraction:
         # A graph keeps the memory of its activations, so a validation finds none of it free.
-        return replace(
-            training, workspace=training.workspace + validation_bytes(recipe.model, values, tokens)
-        )
+        kept = training.workspace + validation_bytes(recipe.model, values, tokens)
+        return replace(training, workspace=kept)
     if recipe.rl is None:
         return training
     generation = generation_bytes(recipe, values["slots"], precision, world_size, longest_row(recipe))

@@ -17,11 +17,9 @@ from redline.plan.predict import longest_row
 from redline.record.units import format_duration
 
 ATTENTION_SHARE = {"cuda": (0.28, 0.32), "cpu": (1.0, 1.0)}
-"""Rate of causal attention against the best matrix product, for heads below 128 and the others (H200, cuDNN; a guess
-for CPUs)."""
+"""Rate of causal attention against the best product, for heads below 128 and others (H200; CPUs: a guess)."""
 FAVOR_SHARE = {"cuda": 0.115, "cpu": 1.0}
-"""The same for kernel attention, whose exponentials and sums take longer than its products (H200, 512 to 8,192
-tokens)."""
+"""The same for kernel attention, slowed by exponentials and sums (H200, 512 to 8,192 tokens)."""
 COPY_SHARE = {"cuda": 0.6, "cpu": 1.0}
 """Share of the bandwidth that element-wise kernels reach: on an H200 of the datasheet's, on a CPU of a measured copy's."""
 LAUNCHES_A_LAYER = 125
@@ -145,9 +143,6 @@ def _moved_bytes(model: ModelConfig, precision: str, rows: int) -> float:
     if precision == "fp8":
         block += 7 * ((2 * D + width + model.ffn_size) + (width + 2 * kv_width + 2 * D + inner))
     return float(model.num_layers * block + a * 3 * rows)
-
-
-# ---- generation ----
 
 
 def generation_floor_s(

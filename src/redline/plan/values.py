@@ -131,8 +131,7 @@ class PlanValue:
     shapes_memory: bool = False
     """Whether the memory of a pass depends on it."""
     lasting: bool = False
-    """Whether a process keeps something of it (compiled code, kernel choices), so that another value needs a new
-    process."""
+    """Whether a process keeps something of it (compiled code), so that another value needs a new one."""
     needs: Mapping[Any, tuple[Need, ...]] = field(default_factory=dict)
     """What some of the choices need."""
 

@@ -28,9 +28,8 @@ class Comparable:
     """What can be compared between these runs, and why; where their recipes and plans differ, as `table.key: value | value`."""
 
     def __init__(self, runs: list[Run]) -> None:
-        recipes = [
-            {k: v for k, v in run.recipe.items() if k not in ("name", "about", "plan")} for run in runs
-        ]
+        titles = ("name", "about", "plan")
+        recipes = [{k: v for k, v in run.recipe.items() if k not in titles} for run in runs]
         plans = [{k: v["value"] for k, v in run.plan.items() if "value" in table(v)} for run in runs]
         self.level, self.text = _level(runs)
         self.title = TITLES[self.level]
@@ -63,7 +62,8 @@ def _level(runs: list[Run]) -> tuple[Level, str]:
         return "loss only", f"the same training ran on different hardware ({'; '.join(elsewhere)})"
     if len(trainings) == 1 and same_data:
         return "yes", "the same training (one fingerprint) on the same hardware"
-    if _tested_alike(runs):
+    tests = [(run.recipe.get("task"), run.recipe.get("test")) for run in runs]
+    if all(run.workload == "rft" for run in runs) and all(test == tests[0] for test in tests):
         return "accuracy only", "the runs are tested in the same way but train on different samples"
     same_work = len(works) == 1 and None not in works and not elsewhere
     same = "the work of an update is the same, on the same hardware"
@@ -90,12 +90,6 @@ def _validated_alike(runs: list[Run]) -> bool:
         and first.workload == "pretrain"
         and all(other is not None and not unlike_data(first, other) for other in others)
     )
-
-
-def _tested_alike(runs: list[Run]) -> bool:
-    """Whether these are RFT runs that answer the same held-out questions, such as the rounds of one."""
-    tests = [(run.recipe.get("task"), run.recipe.get("test")) for run in runs]
-    return all(run.workload == "rft" for run in runs) and all(test == tests[0] for test in tests)
 
 
 def _differences(tables: list[dict[str, Any]]) -> list[str]:

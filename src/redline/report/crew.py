@@ -93,6 +93,5 @@ def _workers(events: list[Line]) -> Crew:
 
 
 def _rate(own: list[Line]) -> float | None:
-    """Samples a second over all lives of a worker, as far as they are recorded."""
     spent_s = sum(number(event.get("seconds")) or 0.0 for event in own)
     return sum(number(event.get("samples")) or 0.0 for event in own) / spent_s if spent_s else None

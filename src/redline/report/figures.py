@@ -86,8 +86,6 @@ class Quality:
 
 
 class Summary:
-    """Every figure of one run."""
-
     def __init__(self, run: Run) -> None:
         last, world_size = run.metrics[-1] if run.metrics else {}, number(run.plan.get("world_size"))
         self.label, self.path, self.recipe = run.label, str(run.path), run.name

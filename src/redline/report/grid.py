@@ -84,7 +84,6 @@ class Grid:
         return self.columns[place] not in ("", "note") and (self.named_below or place in self.right)
 
     def _fitting(self, widths: Sequence[int], room: int) -> int:
-        """How many columns fit in the line."""
         gaps = GAP * (len(widths) - 1)
         words = [cell_len(word) for row in self.rows if len(row) > 1 for word in str(row[-1]).split()]
         least = min(widths[-1], max(LEAST_TEXT, *words)) if words else 0

@@ -36,7 +36,6 @@ UPLOT = "uPlot-1.6.32.min"
 
 
 def write_page(runs: list[RunView], out: Path) -> None:
-    """Write the page of these runs."""
     write_atomic(out, page(runs))
 
 
@@ -145,24 +144,19 @@ def _json(value: Any) -> str:
 
 def write_diagnosis(answers: Sequence[tuple[Observed, list[Finding]]], out: Path) -> None:
     """Write the page of a diagnosis: what each run is, what holds it back, what to change, and the curves."""
-    views = [_view(observed, findings) for observed, findings in answers]
+    views: list[dict[str, Any]] = [
+        {
+            "label": Path(observed.source).name, "facts": what_it_is(observed), "notes": observed.notes,
+            "verdict": verdict(observed, findings), "findings": findings, "remark": "",
+        }
+        for observed, findings in answers
+    ]  # fmt: skip
     drawn = [
         {"label": view["label"], "place": place, "lines": {}, **_drawn(observed.steps)}
         for place, (view, (observed, _)) in enumerate(zip(views, answers, strict=True))
     ]
     filled = {"head": str(macros().diagnosis(views)), "outcome": "", "why": ""}
     write_atomic(out, assembled(filled, drawn, [], live=None))
-
-
-def _view(observed: Observed, findings: list[Finding]) -> dict[str, Any]:
-    return {
-        "label": Path(observed.source).name,
-        "facts": what_it_is(observed),
-        "notes": observed.notes,
-        "verdict": verdict(observed, findings),
-        "findings": findings,
-        "remark": "",
-    }
 
 
 def _drawn(steps: Sequence[Step]) -> dict[str, Any]:

@@ -265,9 +265,7 @@ def _cost(run: Run) -> dict[str, str]:
 
 def _caveats(base: Run, other: Run, intervals: int) -> list[str]:
     """What the numbers do not say."""
-    found = [
-        "One run each: with another seed a small difference may reverse. Repeat both with other train.seed values."
-    ]
+    found = ["One run each: with another seed a small difference may reverse. Repeat both with other seeds."]
     if intervals > 1:
         found.append(f"{intervals} intervals at 95%: on average one in twenty misses by chance.")
     asked = ("rl.pcgrad", "train.seed")

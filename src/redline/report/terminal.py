@@ -159,9 +159,8 @@ def print_ablation(charts: list[Ablation], console: Console) -> None:
         title = f"Ablation: {chart.title}" if chart.title else "Ablation"
         out.part(title, note="measured is speed with the change over speed without it")
         if chart.rows:
-            console.print(
-                Grid([*columns], [*zip(*columns.values(), strict=True)], (1, 2, 3), named_below=True)
-            )
+            rows = [*zip(*columns.values(), strict=True)]
+            console.print(Grid([*columns], rows, (1, 2, 3), named_below=True))
         if chart.not_applicable:
             out.line(f"not applicable here: {'; '.join(f'{n} ({why})' for n, why in chart.not_applicable)}")
 

@@ -213,12 +213,10 @@ def _interval(summary: Summary) -> str:
 def _speed_bars(summary: Summary) -> list[Bar]:
     speed = summary.speed
     rft = summary.workload == "rft"
-    whole, note = (
-        ("fine-tuning", "without sampling and tests") if rft else ("whole run", "everything included")
-    )
+    whole = ("fine-tuning", "without sampling and tests") if rft else ("whole run", "everything included")
     rows = [
         ("median update", speed.update.value if speed.update else None, "seen", _interval(summary)[2:]),
-        (whole, speed.whole_run, "seen2", note),
+        (whole[0], speed.whole_run, "seen2", whole[1]),
         ("attainable", speed.attainable, "limit", "predicted: roofline"),
         ("matmul ceiling", speed.ceiling, "limit", "predicted: matrix products alone"),
     ]
@@ -279,8 +277,7 @@ def accuracies(evaluations: list[dict[str, Any]]) -> list[Test]:
 
 
 def side_by_side(runs: list[RunView]) -> list[tuple[str, list[str]]]:
-    """The comparison: one row per figure, one cell per run; comparable speeds also as a factor of the first
-    run's."""
+    """A row per figure, a cell per run; comparable speeds also as a factor of the first run's."""
     all_ = [run.summary for run in runs]
     rft = all(s.workload == "rft" for s in all_)
     speeds = Comparable([run.run for run in runs]).level in ("yes", "speed only")

@@ -102,7 +102,6 @@ class Budget:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Ask for nothing more."""
         with self._changed:
             self.stopped = True
             self._changed.notify_all()
@@ -162,8 +161,7 @@ class Budget:
                     self._waiting += state.open > 0
 
     def _ask(self, question: str, count: int) -> None:
-        """Samples asked .. asked + count - 1: those of an earlier attempt are counted, the others requested, each run
-        of consecutive numbers in one request."""
+        """Count the verdicts of an earlier attempt on the next `count` samples, and request the others."""
         state = self._states[question]
         first, state.asked = state.asked, state.asked + count
         missing = []

@@ -38,12 +38,9 @@ from redline.train.restore import with_shape
 def run_rounds(
     recipe: Recipe, plan: Plan, run: Path, outside: Outside, rounds: int, **how: Any
 ) -> list[dict[str, Any]]:
-    """The loop several times, in RUN/round-1 and so on. Every round trains the base model on a better sampler's samples.
-    `how` as `open_session` takes it."""
+    """The loop several times, in RUN/round-1 and so on: each trains the base model on a better sampler's samples."""
     if rounds > 1 and (run / "samples.db").exists():
-        raise ConfigError(
-            f"{run} holds a run of one round: give another folder with --run for {rounds} rounds"
-        )
+        raise ConfigError(f"{run} holds a run of one round: give another --run for {rounds} rounds")
     if recipe.sample.server is not None:  # check that it is there, before minutes of testing
         ServerEngine(recipe.sample.server, recipe.sample.server_model).close()
     reports: list[dict[str, Any]] = []

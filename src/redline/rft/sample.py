@@ -169,18 +169,11 @@ class _Drawing:
         now.tokens += sum(row.tokens for row in rows)
         now.scorer_failures += sum(row.reason is not None for row in rows)
         left, elapsed_s = self.budget.samples_left(), now.elapsed_s + time.monotonic() - began_s
-        self.session.progress(
-            now.tokens,
-            elapsed_s,
-            questions=now.questions,
-            questions_done=self.budget.questions_done,
-            left_s=left * elapsed_s / now.drawn,
-            samples=now.samples,
-            samples_left=left,
-            correct=now.correct,
-            cut=now.cut,
-            workers=self.engine.rates() if isinstance(self.engine, RayEngine) else None,
-        )
+        facts = {name: getattr(now, name) for name in ("questions", "samples", "correct", "cut")}
+        facts |= {"questions_done": self.budget.questions_done, "samples_left": left}
+        workers = self.engine.rates() if isinstance(self.engine, RayEngine) else None
+        left_s = left * elapsed_s / now.drawn
+        self.session.progress(now.tokens, elapsed_s, left_s=left_s, workers=workers, **facts)
 
     def _compare(self, engine: Engine, compared: Sequence[Completion]) -> None:
         """Record how full our engine's slots were and how far it is from the training forward."""
@@ -194,8 +187,7 @@ class _Drawing:
 
 @contextmanager
 def _in_background(keep: Keep, stop: Callable[[], None]) -> Iterator[Callable[[Completion], None]]:
-    """A thread that keeps what has come since its last turn. Its error stops the engine and is raised here at
-    the end."""
+    """A thread that keeps what has come since its last turn. Its error stops the engine and is raised here."""
     waiting, failed = deque[Completion](), list[BaseException]()
 
     def turn() -> None:

@@ -272,9 +272,7 @@ class Session:
                     raise MachineError(message) from error
                 before, self.most_slots = self.slots, self.slots // 2
                 self.folder.event("out_of_memory", stage=stage, slots_before=before, slots=self.most_slots)
-                self.note(
-                    f"out of memory with {before:,} sequences at a time: continuing with {self.most_slots:,}"
-                )
+                self.note(f"out of memory with {before:,} sequences: continuing with {self.most_slots:,}")
             torch.cuda.empty_cache()
 
     def memory_bytes(self) -> int:

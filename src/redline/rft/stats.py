@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def stats(run: Path) -> dict[str, Any]:
-    """All figures of the samples that a run drew last."""
     with Store(run / "samples.db", create=False) as store:
         source, settings = store.latest()
         questions, verdicts = store.tallies(source), store.verdicts(source)
@@ -46,7 +45,11 @@ def stats(run: Path) -> dict[str, Any]:
     # Of all attempts that ended; one that was killed left no record of its time.
     events, anyway = read_lines(RunFolder(run).events_path), _drawn_anyway(run)
     sampling_s, sampled_tokens = (total(events, "sampling_end", name) for name in ("elapsed_s", "tokens"))
-    drawn = [_first(own)[:anyway] for _, own in itertools.groupby(verdicts, key=lambda verdict: verdict[0])]
+    # samples 0, 1, ... up to the first missing one: later ones came early because they were short
+    drawn = [
+        [correct for place, (_, number, correct, _) in enumerate(own) if number == place][:anyway]
+        for _, own in itertools.groupby(verdicts, key=lambda verdict: verdict[0])
+    ]
     return {
         "run": str(run),
         "model": source.model,
@@ -65,11 +68,6 @@ def stats(run: Path) -> dict[str, Any]:
         "examples": [*right, *wrong][:3] if right else wrong,
         "hardest": [{name: q[name] for name in ("id", "text", "samples", "correct")} for q in hardest],
     }
-
-
-def _first(verdicts: Iterable[tuple[str, int, bool, str | None]]) -> list[bool]:
-    """Verdicts on samples 0, 1, ... up to the first missing one: later ones came early because they were short."""
-    return [correct for place, (_, number, correct, _) in enumerate(verdicts) if number == place]
 
 
 def _drawn_anyway(run: Path) -> int | None:
@@ -112,12 +110,9 @@ FORMATS = (".json", ".jsonl", ".parquet")
 
 
 def export(run: Path, to: Path, *, per_question: int | None = None) -> int:
-    """Write the samples in the format of the file's suffix; returns how many. `per_question`: how many to keep of each
-    (0: all; default: the recipe's)."""
+    """Write the samples as the suffix says; returns how many. `per_question`: how many to keep (0: all)."""
     if to.suffix not in FORMATS:
-        raise ConfigError(
-            f"samples are written as {', '.join(FORMATS)}, got {to.name!r}: use one of these suffixes"
-        )
+        raise ConfigError(f"samples are written as {', '.join(FORMATS)}, got {to.name!r}: use one of these")
     if per_question is not None and per_question < 0:
         raise ConfigError(f"--per-question must not be negative (0: all), got {per_question}")
     with Store(run / "samples.db", create=False) as store:

@@ -38,8 +38,6 @@ On = Literal["samples", "answers"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a training run keeps its record and its result."""
-
     record: Path
     adapter: Path
     model: Path
@@ -97,9 +95,8 @@ def train(session: Session, on: On) -> dict[str, Any]:
         session.stage(place.record.name, f"fine-tuning on {len(examples):,} {on}", total_steps=job.steps)
         outcome = run_job(job, session.process)
     elapsed_s = time.monotonic() - began_s
-    session.folder.event(
-        f"training_on_{on}", why=outcome.why, step=outcome.step, elapsed_s=round(elapsed_s, 3)
-    )
+    told = {"why": outcome.why, "step": outcome.step, "elapsed_s": round(elapsed_s, 3)}
+    session.folder.event(f"training_on_{on}", **told)
     lines = read_lines(folder.metrics_path)  # an attempt that was killed may have made the last update
     # of every attempt that ended
     spent_s = total(read_lines(session.folder.events_path), f"training_on_{on}")

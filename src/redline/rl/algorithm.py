@@ -97,8 +97,7 @@ def shares_of(rows: Sequence[Row], processes: int) -> list[list[Row]]:
 
 
 def shared_tokens(rows: Sequence[Row]) -> int:
-    """Prompt tokens that a pass need not read because another of its rows has them; 0 if so few that copies would cost
-    more."""
+    """Prompt tokens that another row of the pass has too; 0 if so few that copies would cost more."""
     once = sum(map(len, {row.example.prompt for row in rows}))
     saved = sum(len(row.example.prompt) for row in rows) - once
     return saved if saved > COPIES_PAY * sum(row.example.length for row in rows) else 0

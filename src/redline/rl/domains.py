@@ -196,9 +196,7 @@ def open_domains(recipe: Recipe, opened: Opened, *, processes: int = 1) -> Itera
             questions = task.questions("train", rl.rows, recipe.train.seed)
             held_out = task.questions(test.split, None, 0)[: test.rows or None]  # a domain may have fewer
             if not questions or not held_out:
-                raise ConfigError(
-                    f"domain {name} has no questions to train or to test on: choose another test.split"
-                )
+                raise ConfigError(f"domain {name} has nothing to train or test on: change test.split")
             pool = stack.enter_context(Pool(spec, data, workers=workers))
             found.append(Domain(name, task, questions, held_out, pool))
         yield Domains(recipe, opened, found)

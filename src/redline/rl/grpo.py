@@ -23,8 +23,7 @@ SMALLEST_STD = 1e-4
 
 
 def advantages(group: Group, rewards: Sequence[float]) -> list[float] | list[None]:
-    """How far each reward lies above the group's mean, in (sample) standard deviations. Equally good answers have no
-    advantage over each other."""
+    """How far each reward lies above its group's mean, in sample deviations; None if all are equal."""
     if max(rewards) == min(rewards):
         return [None] * len(rewards)
     mean, scale = fmean(rewards), stdev(rewards) + SMALLEST_STD

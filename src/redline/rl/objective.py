@@ -47,8 +47,7 @@ class Policies:
         self.pass_size, self.reference, self.rl = pass_size, reference, recipe.rl
 
     def parts(self, batch: Rollout) -> list[Part]:
-        """The updates of a rollout. Domains are kept apart only where somebody compares their gradients: together they
-        fill passes better."""
+        """The updates of a rollout. Domains are mixed, which fills passes better, unless gradients are compared."""
         count = min(self.rl.updates_per_rollout, len(batch.all_rows))
         names = self.rl.names if self.rl.pcgrad != "off" else ("",)
         budget, found = self.pass_size * longest_row(self.recipe), list[Part]()

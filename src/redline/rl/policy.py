@@ -53,8 +53,7 @@ class Policy:
         phase: Callable[[str | None], None] = lambda name: None,
         on: OnRay | None = None,
     ) -> None:
-        """`event` and `phase` are called with what happens and which part of a step begins, here and where answers are drawn.
-        `on`: workers that draw the answers."""
+        """`event` and `phase` are told what happens and which part of a step begins. `on`: workers that answer."""
         if on is not None:
             _check_workers(process, rl)
         self.on, self.behind = on, rl.max_versions_behind if on is not None else 0
@@ -73,9 +72,8 @@ class Policy:
         if self.on is None:
             return self.speaking
         if self._workers is None:
-            self._workers = RayEngine(
-                self.model, self.tokenizer, place=self.on, event=self.event, **self.settings()
-            )
+            how: dict[str, Any] = {"place": self.on, "event": self.event, **self.settings()}
+            self._workers = RayEngine(self.model, self.tokenizer, **how)
         else:
             began_s = time.perf_counter()
             self._workers.publish(self.model)
@@ -121,9 +119,7 @@ class Policy:
                 f"a worker ran out of memory with {self.slots} slots: set plan.slots={self.slots // 2}"
             ) from error
         if self.slots == 1:
-            raise MachineError(
-                "out of memory while generating one answer at a time: use a smaller model"
-            ) from error
+            raise MachineError("out of memory with one answer at a time: use a smaller model") from error
         self.close()
         self.event("out_of_memory", stage="generate", slots_before=self.slots, slots=self.slots // 2)
         self.slots //= 2

@@ -109,9 +109,8 @@ class Critic:
         whole = np.concatenate(
             [row.columns["advantage"] for row in rows] or [np.zeros(0, np.float32)]
         ).astype(np.float64)
-        count, total, squares = self.learner.process.sums(
-            float(len(whole)), float(whole.sum()), float((whole**2).sum())
-        )
+        own = float(len(whole)), float(whole.sum()), float((whole**2).sum())
+        count, total, squares = self.learner.process.sums(*own)
         mean = total / max(1.0, count)
         deviation = math.sqrt(max(0.0, squares / max(1.0, count) - mean**2)) + 1e-8
         for row in rows:

@@ -162,8 +162,7 @@ class Rollouts:
         return [kept[key] for key in wanted]
 
     def _generate(self, drawing: _Drawing, run: Run, keys: Sequence[Key]) -> list[Group]:
-        """Answers and rewards of these groups; running out of memory keeps what is done and continues with fewer
-        slots."""
+        """Answers and rewards of these groups; out of memory, it keeps what is done and goes on with fewer slots."""
         step, groups = drawing.step, dict[Key, Group]()
         asked = {key: self.domains.ask(step, key) for key in keys}
         while left := {key: one for key, one in asked.items() if key not in groups}:
@@ -230,7 +229,6 @@ def shaped_reward(sample: Sample, rl: RlConfig) -> float:
 
 
 def _exchange(groups: list[Group], process: Process) -> list[Group]:
-    """The groups of all processes, on all of them."""
     if process.world_size == 1:
         return groups
     return [read_group(line) for lines in process.all_of(list(map(write_group, groups))) for line in lines]

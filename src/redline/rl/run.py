@@ -56,8 +56,7 @@ def reinforce(
     fork: Path | None = None,
     on: OnRay | None = None,
 ) -> Outcome:
-    """Train the recipe's model on its domains in the run folder, and write the result there. `on`: workers that draw the
-    answers; without any the trainer does."""
+    """Train on the recipe's domains and write the result. `on`: workers that answer; else the trainer does."""
     check_device(plan)
     check_result(recipe)
     with open_run(recipe, plan, run, process, observers=observers, fork=fork) as opened:
@@ -74,9 +73,7 @@ def reinforce(
                 trainer.drain()  # it is not part of the first step's time
             outcome = trainer.run()
         if outcome.why.startswith("the phase "):
-            raise TrainingError(
-                f"{outcome.why}; a checkpoint was saved: run the same command again to resume"
-            )
+            raise TrainingError(f"{outcome.why}; a checkpoint was saved: run the same command to resume")
         if outcome.complete:
             write_result(job.model, recipe, base, process, adapter=run / "adapter", whole=run / "model")
         return outcome
@@ -106,14 +103,13 @@ def job_of(
         if process.world_size > 1:
             shard(reference, process, dtype)
     policy = Policy(model, base, process, rl, slots=plan.slots, event=opened.event, phase=phase, on=on)
+    samples = Samples(opened.run)
     return Job(
         recipe=recipe,
         plan=plan,
         steps=recipe.train.steps,
         model=model,
-        source=lambda position, _done: Rollouts(
-            domains, policy, algorithm, Samples(opened.run), done=position or 0
-        ),
+        source=lambda position, _done: Rollouts(domains, policy, algorithm, samples, done=position or 0),
         objective=Policies(algorithm, recipe, process, pass_size=plan.micro_batch, reference=reference),
         executor=partial(Updates, critic=critic),
         state=critic.state if critic is not None else {},

@@ -29,8 +29,6 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer."""
-
     text: str
     reward: float
     """What the scorer gave; 0 where it failed."""

@@ -33,7 +33,6 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][-+]?\d{
 
 
 def find(completion: str) -> str | None:
-    """The answer as it is in the completion, or None."""
     text = completion.rpartition("</think>")[2]
     for pattern in _TAGS:
         if found := pattern.findall(text):
@@ -52,8 +51,7 @@ def find_block(completion: str) -> str | None:
 
 
 def scored_by(earns: Callable[[str, str], float], read: Callable[[str], str | None] = find) -> Score:
-    """A task's `score`: `read` takes the answer out of a completion, and `earns` compares it with the expected one and
-    gives a reward from 0 to 1."""
+    """A task's `score`: `read` finds the answer, and `earns` gives a reward from 0 to 1 against the expected."""
 
     def score(question: Question, completion: str) -> Verdict:
         if (answer := read(completion)) is None:

@@ -86,9 +86,7 @@ def domain(
 
 def check_split(task: str, split: str) -> None:
     if split not in SPLITS:
-        raise ConfigError(
-            f"task {task} has the splits {', '.join(SPLITS)}; got {split!r}{nearest(split, SPLITS)}"
-        )
+        raise ConfigError(f"{task} has the splits {', '.join(SPLITS)}; got {split!r}{nearest(split, SPLITS)}")
 
 
 def generate(name: str, draw: Draw, split: str, count: int | None, seed: int) -> list[Question]:
@@ -124,9 +122,7 @@ def read_split_files(
     questions = list(_read(folder, split, files, row))
     if not questions:
         wanted = ", ".join(files.get(split, ())) or "no file at all"
-        raise DataError(
-            f"task {name} reads {wanted} for its {split} split; {folder} holds none with questions"
-        )
+        raise DataError(f"task {name} reads {wanted} for split {split}; {folder} holds none with questions")
     if split != "train":
         return questions
     held_out = {_words(question) for question in _read(folder, "valid", files, row)}

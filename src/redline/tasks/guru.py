@@ -57,9 +57,7 @@ def guru_question(domain: str, name: str, fields: Mapping[str, Any]) -> Question
             try:
                 text, answer = _prompt(fields, extra), _answer(source, truth, extra)
             except (ValueError, TypeError, AttributeError) as error:
-                raise DataError(
-                    f"{name}: a ground truth of {source} is not as GURU has it: {error}"
-                ) from error
+                raise DataError(f"{name}: a ground truth of {source} lacks GURU's form: {error}") from error
             return Question(name, text, answer, "", {"kind": source}) if text and answer else None
     return None
 

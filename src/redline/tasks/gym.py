@@ -21,9 +21,7 @@ def make(name: str) -> Task:
     gym = need("reasoning_gym", extra="gym")
     known = need("reasoning_gym.factory", extra="gym").DATASETS
     if name not in known:
-        raise ConfigError(
-            f"reasoning-gym has no data set {name!r}{nearest(name, known)}: it has {len(known)}"
-        )
+        raise ConfigError(f"reasoning-gym has no task {name!r}{nearest(name, known)}: it has {len(known)}")
 
     @functools.lru_cache(maxsize=10_000)
     def entry(seed: int) -> tuple[Any, Any]:

@@ -177,7 +177,6 @@ class _Child:
         self.weakness: str | None = replies[0]["weakness"]
 
     def stop(self) -> None:
-        """Kill the process for good."""
         self._stopped = True
         self._end()
 
@@ -187,8 +186,7 @@ class _Child:
             pipe.close()
 
     def _exchange(self, items: Sequence[Item]) -> tuple[list[Verdict], str | None]:
-        """Send the items; return the verdicts and, if the process ended before the last, the reason: it is the next
-        item's fault."""
+        """The verdicts; and if the process ended before the last, the reason: it is the next item's fault."""
         assert self._process.stdin is not None
         verdicts: list[Verdict] = []
         with contextlib.suppress(BrokenPipeError):  # the other pipe shows that it ended

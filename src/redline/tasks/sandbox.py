@@ -31,8 +31,6 @@ LAYERS = ("bubblewrap", "namespaces", "limits")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one run of a program may use."""
-
     cpu_s: int = 2
     wall_s: float = 4.0
     memory_bytes: int = 512 << 20
@@ -43,8 +41,6 @@ class Limits:
 
 
 class Ran(NamedTuple):
-    """How a run of a program ended."""
-
     output: str
     reason: str | None
     """Why it did not end well; None: it ended with exit code 0."""

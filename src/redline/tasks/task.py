@@ -136,9 +136,7 @@ def read_split(
     """The first questions of the split's file, JSON lines or one list, in the folder that the user named. `row` makes a
     question of an id and a row; one that it cannot read is refused, with what it needs."""
     if data is None:
-        raise ConfigError(
-            f"task {task} reads files: name the folder that holds train{suffix} with --data FOLDER"
-        )
+        raise ConfigError(f"task {task} reads files: name the folder of train{suffix} with --data FOLDER")
     path = Path(data) / f"{split}{suffix}"
     try:
         text = read_text(path)

@@ -54,9 +54,7 @@ def convert(number: int | Fraction, source: str, target: str) -> float:
     """The number in target units, exact but for the one rounding to a float."""
     family = _family(source, target)
     if family is None:
-        raise ConfigError(
-            f"both units must belong to one of {', '.join(FAMILIES)}; got {source!r} and {target!r}"
-        )
+        raise ConfigError(f"units must belong to one of {', '.join(FAMILIES)}; got {source!r} and {target!r}")
     return float(number * (_sizes(family)[source] / _sizes(family)[target]))
 
 
@@ -163,9 +161,7 @@ def conversions(family: str, split: str) -> Iterator[Conversion]:
 def whole_conversions() -> list[tuple[Conversion, int, str]]:
     """Conversions of at least 2 whose result is whole and below 10,000, with the result and their split: other
     domains make questions of them without asking what is held out here."""
-    found = (
-        (asked, split) for split in SPLITS for family in FAMILIES for asked in conversions(family, split)
-    )
+    found = ((asked, split) for split in SPLITS for kind in FAMILIES for asked in conversions(kind, split))
     results = ((asked, convert(*asked), split) for asked, split in found if asked.number > 1)
     return [(asked, int(r), split) for asked, r, split in results if r.is_integer() and r < 10_000]
 

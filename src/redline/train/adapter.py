@@ -96,13 +96,10 @@ def read_adapter(folder: Path, model: Transformer) -> LoraConfig:
             " write the adapter again"
         )
     present = next((layer.config for layer in lora_layers(model).values()), None)
+    kinds = [(one.rank, one.alpha, set(one.targets)) for one in (present or config, config)]
     if present is None:
         add_lora(model, config, seed=0)
-    elif (present.rank, present.alpha, set(present.targets)) != (
-        config.rank,
-        config.alpha,
-        set(config.targets),
-    ):
+    elif kinds[0] != kinds[1]:
         raise CheckpointError(f"{folder} holds other adapters than the model has ({config}, not {present})")
     ours = peft_tensors(model)
     if wrong := sorted(ours.keys() ^ tensors.keys()) + [
@@ -140,20 +137,9 @@ def check_family(config: ModelConfig) -> None:
 def _config_json(layers: list[LoraLinear], base: str | None) -> dict[str, Any]:
     config = layers[0].config
     targets = sorted({MODULES[part.target].split(".")[1] for layer in layers for part in layer.parts})
-    shared = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-    }
-    return {
-        **shared,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": targets,
-        **_PLAIN,
-    }
+    kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
+    shape = {"r": config.rank, "lora_alpha": config.alpha, "lora_dropout": 0.0, "target_modules": targets}
+    return {**kind, "inference_mode": True, **shape, **_PLAIN}
 
 
 @dataclass(frozen=True, kw_only=True)

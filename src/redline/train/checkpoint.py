@@ -121,9 +121,8 @@ class Checkpoints:
     def _snapshot(self, tensors: Mapping[str, Tensor]) -> tuple[list[Piece], memoryview]:
         """Copy what this rank writes into the buffer, which is then the data part of its file."""
         # Wide types first, so that every tensor is aligned to its own width.
-        pieces = sorted(
-            _pieces(tensors, self._rank), key=lambda piece: (-piece[0].dtype.itemsize, piece[0].name)
-        )
+        pieces = list(_pieces(tensors, self._rank))
+        pieces.sort(key=lambda piece: (-piece[0].dtype.itemsize, piece[0].name))
         on_cuda = any(local.is_cuda for _, local in pieces)
         size_bytes = sum(entry.size_bytes for entry, _ in pieces)
         if self._buffer.numel() < size_bytes:
@@ -212,9 +211,7 @@ class Checkpoints:
 
     def _write_best(self, step: int, loss: float) -> None:
         if step not in self.steps():
-            raise CheckpointError(
-                f"step {step} cannot be the best: save it first; {self.folder} does not have it"
-            )
+            raise CheckpointError(f"step {step} cannot be the best: save it; {self.folder} does not have it")
         write_atomic(self.folder / BEST, json.dumps({"step": step, "loss": loss}))
 
     def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:

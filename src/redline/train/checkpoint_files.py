@@ -152,33 +152,23 @@ def _checked(folder: Path) -> dict[str, Any]:
     # A shard that nobody listed would be read along with the others.
     if extra := {shard.name for shard in folder.glob("*.safetensors")} - set(files):
         raise CheckpointError(f"checkpoint file {folder / min(extra)} is not listed in {STATE}")
-    for name, file in files.items():
-        _check_size(folder / name, file["bytes"])
     with ThreadPoolExecutor(max_workers=min(8, len(files) or 1)) as pool:
-        list(pool.map(lambda item: _check_hash(folder / item[0], item[1]["sha256"]), files.items()))
+        list(pool.map(lambda name: _check(folder / name, files[name]["bytes"], files[name]["sha256"]), files))
     return state
 
 
-def _check_size(path: Path, expected_bytes: int) -> None:
-    try:
-        found_bytes = path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
-    if found_bytes != expected_bytes:
-        raise CheckpointError(
-            f"checkpoint file {path} is truncated or altered: {expected_bytes:,} bytes expected, {found_bytes:,}"
-            " found"
-        )
-
-
-def _check_hash(path: Path, expected: str) -> None:
+def _check(path: Path, size_bytes: int, sha256: str) -> None:
     try:
         with open(path, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            there = os.fstat(file.fileno()).st_size
+            found = hashlib.file_digest(file, "sha256").hexdigest() if there == size_bytes else ""
     except OSError as error:
         raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
-    if found != expected:
-        raise CheckpointError(f"checkpoint file {path} is altered: sha256 {expected} expected, {found} found")
+    if there != size_bytes:
+        wrong = f"is truncated or altered: {size_bytes:,} bytes expected, {there:,} found"
+        raise CheckpointError(f"checkpoint file {path} {wrong}")
+    if found != sha256:
+        raise CheckpointError(f"checkpoint file {path} is altered: sha256 {sha256} expected, {found} found")
 
 
 def _way_out(bad: Path) -> str:

@@ -73,8 +73,7 @@ def rule_of(recipe: Recipe, model: Transformer) -> Rule:
 
 
 class RandomFeedback:
-    """The fixed random matrices. Drawn in pieces, each from the seed and its own name, so that kept and generated
-    feedback are the same numbers."""
+    """The fixed random matrices. Each piece has its own seed, so kept and generated feedback are the same."""
 
     def __init__(self, config: ModelConfig, dfa: DfaConfig, *, seed: int) -> None:
         self.config, self.dfa, self.seed = config, dfa, seed

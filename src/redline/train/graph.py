@@ -109,8 +109,7 @@ class Captured:
 
     @contextmanager
     def _read_from(self, numbers: list[Tensor]) -> Iterator[None]:
-        """Inside, optimisers find learning rates and momenta on the device. Momenta are numbers again afterwards: the loop
-        changes them while Muon warms up."""
+        """Inside, learning rates and momenta are on the device; afterwards momenta are numbers, for the warm-up."""
         momenta = [group.get("momentum") for group in self.groups]
         for group, lr, momentum in zip(self.groups, numbers[::2], numbers[1::2], strict=True):
             group["lr"], group["capturable"] = lr, True

@@ -163,7 +163,10 @@ class Trainer:
         while True:
             try:
                 self.instruments.begin()
-                told = self._diagnose(batch) if self.diagnosis.due(done.step + 1) else {}
+                told: Numbers = {}
+                if self.diagnosis.due(done.step + 1):
+                    told = self.diagnosis.measure(self.learner, self.objective, batch)
+                    self.instruments.mark("diagnose_s")
                 update = self.executor.take(batch, targets=targets, lr_factor=factor)
                 update = replace(update, numbers={**update.numbers, **told}) if told else update
                 break
@@ -183,11 +186,6 @@ class Trainer:
             facts |= {"loss_scale": self.learner.scale.value, "skipped": int(update.skipped)}
         self.waited_s = self.source.waited_s
         self.instruments.push(facts, update, Work(int(tokens), int(rows)))
-
-    def _diagnose(self, batch: Batch) -> Numbers:
-        told = self.diagnosis.measure(self.learner, self.objective, batch)
-        self.instruments.mark("diagnose_s")
-        return told
 
     def _executor(self) -> Executor:
         if self.plan.graph:
@@ -246,15 +244,9 @@ class Trainer:
         if self.checkpoints is not None:
             self.checkpoints.wait()  # the last one may be on its way to the disk
             saved = self.checkpoints.latest()
-        way = (
-            "start again"
-            if saved is None
-            else f"continue from step {saved} (--fork {self.opened.run} --run NEW)"
-        )
-        return (
-            f"{name} is {value} at step {step}: {way} with {' or '.join(advice)}, or look at the data of that"
-            " step"
-        )
+        fork = f"continue from step {saved} (--fork {self.opened.run} --run NEW)"
+        way = f"{'start again' if saved is None else fork} with {' or '.join(advice)}"
+        return f"{name} is {value} at step {step}: {way}, or look at the data of that step"
 
     def _validate(self) -> None:
         """Validate, put the result into this step's line, and remember whether it is the best so far."""
@@ -283,13 +275,11 @@ class Trainer:
                     ) from error
                 torch.cuda.empty_cache()
                 pass_size //= 2
-                self._event(
-                    "validation_out_of_memory", step=self.progress.step, validation_micro_batch=pass_size
-                )
+                at = {"step": self.progress.step, "validation_micro_batch": pass_size}
+                self._event("validation_out_of_memory", **at)
 
     def _checkpoint(self) -> None:
-        """Save without waiting for the disk, after the lines so far: no checkpoint holds an update that went
-        wrong."""
+        """Save in the background, after the lines so far: no checkpoint holds an update that went wrong."""
         self._write(self.instruments.ready(drain=True))
         if self.checkpoints is None:
             return

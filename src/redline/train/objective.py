@@ -198,8 +198,6 @@ class Eager:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything a run needs."""
-
     recipe: Recipe
     plan: Plan
     steps: int

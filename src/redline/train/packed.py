@@ -269,8 +269,7 @@ class Packed:
         single: bool = False,
         even: bool = False,
     ) -> None:
-        """`batch_size`: examples of a full update here. `single`: one shape for all updates. `even`: one pass
-        count."""
+        """`batch_size`: of a full update here. `single`: one shape for all updates. `even`: one pass count."""
         self.updates, self.pass_size, self.batch_size = updates, min(pass_size, batch_size), batch_size
         self.context_length, self.static, self.single = context_length, static, single
         self.even = even or static

@@ -122,8 +122,7 @@ def exchange(message: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def is_spread(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether each process holds only a part of it. A process alone does not import DTensor: that would take 0.9 s of a
-    start on the host of an H200."""
+    """Whether processes hold parts of it. A process alone does not import DTensor, which takes 0.9 s."""
     if not dist.is_initialized():
         return False
     from torch.distributed.tensor import DTensor

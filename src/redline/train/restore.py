@@ -73,12 +73,8 @@ def open_on(path: Path, which: str = "last", device: str | None = None) -> tuple
     if device == "cuda" and not torch.cuda.is_available():
         raise MachineError("torch sees no CUDA device: use --device cpu, or check the driver")
     opened = open_weights(path, which)
-    dtype = (
-        torch.bfloat16
-        if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        else torch.float32
-    )
-    return opened, opened.build(device, dtype)
+    half = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return opened, opened.build(device, torch.bfloat16 if half else torch.float32)
 
 
 def read_shape(path: Path, *, above: tuple[Path, ...] = ()) -> ModelConfig:
@@ -102,10 +98,8 @@ def with_shape(recipe: Recipe) -> Recipe:
     given = {f.name: getattr(recipe.model, f.name) for f in fields(ModelConfig)}
     plain = {f.name: f.default for f in fields(ModelConfig)}
     if wrong := [name for name, value in given.items() if value not in (plain[name], getattr(found, name))]:
-        name = wrong[0]
-        raise ConfigError(
-            f"model.{name} is {given[name]}; the weights in {start} have {getattr(found, name)}"
-        )
+        name, has = wrong[0], getattr(found, wrong[0])
+        raise ConfigError(f"model.{name} is {given[name]}; the weights in {start} have {has}")
     return check(replace(recipe, model=found))
 
 
@@ -121,13 +115,8 @@ def open_weights(path: Path, which: str = "last", *, above: tuple[Path, ...] = (
     run, recipe = RunFolder(path.parent.parent), _recipe_of(path)
     tokenizer_json = read_text(run.tokenizer_path) if run.tokenizer_path.is_file() else None
     eos = (Tokenizer(tokenizer_json, name=str(run.tokenizer_path)).eot_id,) if tokenizer_json else ()
-    loaded = Loaded(
-        config=recipe.model,
-        weights=read_tensors(path, "model."),
-        tokenizer_json=tokenizer_json,
-        chat_template=None,
-        eos_ids=eos,
-    )
+    weights = read_tensors(path, "model.")
+    loaded = Loaded(config=recipe.model, weights=weights, tokenizer_json=tokenizer_json, eos_ids=eos)
     return Opened(loaded=loaded, recipe=recipe, source=path)
 
 
@@ -136,9 +125,7 @@ def _recipe_of(step: Path) -> Recipe:
     if recipe is None:
         raise CheckpointError(f"{step} belongs to no run: {step.parent.parent / 'recipe.toml'} is missing")
     if recipe.lora is not None:
-        raise CheckpointError(
-            f"{step.parent.parent} has not finished fine-tuning: run the same command again"
-        )
+        raise CheckpointError(f"{step.parent.parent} has not finished fine-tuning: run its command again")
     return recipe
 
 
@@ -162,14 +149,7 @@ def _open_adapted(folder: Path, above: tuple[Path, ...]) -> Opened:
     opened = open_weights(base, above=(*above, folder.resolve()))
     model = opened.build("cpu")
     config = read_adapter(folder, model)
-    adapter = Adapter(
-        base=base,
-        tensors={name: part.detach() for name, part in peft_tensors(model).items()},
-        scale=config.scale,
-    )
-    return replace(
-        opened,
-        loaded=replace(opened.loaded, weights=dict(merged_weights(model))),
-        source=folder,
-        adapter=adapter,
-    )
+    tensors = {name: part.detach() for name, part in peft_tensors(model).items()}
+    adapter = Adapter(base=base, tensors=tensors, scale=config.scale)
+    loaded = replace(opened.loaded, weights=dict(merged_weights(model)))
+    return replace(opened, loaded=loaded, source=folder, adapter=adapter)

@@ -33,8 +33,6 @@ Numbers = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Pass:
-    """A part of an update."""
-
     run: Callable[[float | Tensor, Mark], Numbers]
     """Adds the gradient of weight x its loss to the parameters', marks its phases, and returns its numbers."""
     group: str = ""

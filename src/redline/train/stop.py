@@ -16,8 +16,7 @@ class StopTraining(Exception):
 
 @contextmanager
 def stop_on_signal(request: Callable[[], None]) -> Iterator[None]:
-    """The first signal calls `request`, and a terminal is told, as an update may take minutes; a second one interrupts
-    immediately."""
+    """The first signal calls `request` and tells a terminal, as an update may take minutes; a second interrupts."""
 
     def handle(number: int, _frame: Any) -> None:
         request()

@@ -77,8 +77,7 @@ class AblationRow:
     quality: Quality | None = None
     """What both states train to, if that was asked for and decides whether the change is kept."""
     outcome: str = "ok"
-    """ok, out_of_memory, crashed, timed_out, not applicable, no change, not run; or the standing of what is no
-    switch."""
+    """ok, out_of_memory, crashed, timed_out, not applicable, no change, not run; or the entry's standing."""
     note: str = ""
     """Why, where the outcome is not ok."""
     kept: bool = False
@@ -171,8 +170,6 @@ def _switches(part: catalogue.StudyPart, name: str) -> bool:
 
 
 class _Waterfall:
-    """One part of a study."""
-
     def __init__(
         self,
         name: str,
@@ -215,8 +212,7 @@ class _Waterfall:
 
     def leave_out(self) -> Iterator[AblationRow]:
         """Each of those kept, left out of the best."""
-        for entry, before in self.kept:
-            yield self._without(entry, before)
+        return (self._without(entry, before) for entry, before in self.kept)
 
     # ---- a row ----
 
@@ -285,8 +281,7 @@ class _Waterfall:
     def _quality(
         self, judge: Judge, entry: catalogue.Optimization, candidate: Switches, now: Measurement
     ) -> Quality | None:
-        """What the state before (which is `now` as fast) and the candidate train to; None if no plan value differs, as with
-        padding."""
+        """What the state before (as fast as `now`) and the candidate train to; None if no plan value differs."""
         if self.sound is None:
             return None
         assert isinstance(self.arms, UpdateArms), "generation is no training"
@@ -405,7 +400,6 @@ def mfu(row: AblationRow, recipe: Recipe, hardware: Hardware, length: int) -> fl
 
 
 def brief(row: AblationRow) -> str:
-    """A row in a line, for progress."""
     if row.measured_ratio is None:
         said = f"{row.tokens_per_s:,.0f} tokens/s" if row.tokens_per_s else f"{row.outcome}: {row.note}"
         return f"{row.stage}, {row.name}: {said}"

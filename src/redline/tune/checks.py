@@ -90,8 +90,6 @@ class Numbers:
 
 @dataclass
 class Case:
-    """What the checks look at."""
-
     plan: Plan
     trainer: Trainer
     rows: Sequence[Lesson]
@@ -268,9 +266,8 @@ def _recompilation(case: Case) -> Check:
     if case.plan.compile == "off":
         return absent("no recompilation", "the plan does not compile")
     new = case.graphs_after - case.graphs_before
-    return checked(
-        "no recompilation", new == 0, f"{counted(new, 'new graph')} in the updates after the warm-up"
-    )
+    evidence = f"{counted(new, 'new graph')} in the updates after the warm-up"
+    return checked("no recompilation", new == 0, evidence)
 
 
 def _recompute(case: Case) -> Check:
@@ -384,9 +381,6 @@ def _allocator(case: Case) -> Check:
         return absent(name, "only CUDA has an allocator to set" if not case.cuda else "the plan sets nothing")
     setting = next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), "nothing")
     return checked(name, wanted in setting, f"plan says {wanted}; the environment has {setting}")
-
-
-# ---- generation ----
 
 
 def generation_graphs(model: Transformer) -> Check:

@@ -79,5 +79,4 @@ def fit_memory(seen: Mapping[int, PeakMemory]) -> MemoryFit:
 
 
 def divisors(count: int) -> list[int]:
-    """All divisors, in rising order."""
     return [d for d in range(1, count + 1) if count % d == 0]

@@ -101,8 +101,7 @@ def study(
     train: Train,
     progress: Say,
 ) -> list[Row]:
-    """Every arm, or those named, on the hardware of this title; a run that fails ends the study, except for one that
-    diverges."""
+    """Every arm, or those named. A run that fails ends the study, except for one that diverges."""
     known = {arm.name: arm for arm in ARMS}
     if odd := [name for name in arms if name not in known]:
         raise ConfigError(f"no arm {odd[0]!r}: the arms are {', '.join(known)}")
@@ -161,9 +160,7 @@ def _row(
         curve=curve,
         tokens=curve[-1][0],
         seconds=statistics.median(run.metrics[-1]["elapsed_s"] for run in runs),
-        memory_bytes=max(
-            (line.get("memory_bytes") or 0 for run in runs for line in run.metrics), default=None
-        ),
+        memory_bytes=max((line.get("memory_bytes") or 0 for r in runs for line in r.metrics), default=None),
     )
 
 

@@ -78,8 +78,7 @@ class _Search:
     def __init__(self, recipe: Recipe, rules: Plan, turns: Turns, timing: Timing) -> None:
         self.recipe, self.asked, self.turns, self.timing = recipe, rules, turns, timing
         self.rules = self.best = rules
-        """What gains are measured against (the plan asked for, or that with smaller passes), and the best plan so
-        far."""
+        """The plan that gains are measured against (if need be with smaller passes), and the best so far."""
         self.fixed = set(pinned(rules))
         self.best_measured = self.rules_measured = self.alone = Measurement(outcome="ok")
         """What the best plan gave; what the rules' plan gave; and what the latter gave alone, at the start."""
@@ -275,8 +274,7 @@ class _Search:
     # ---- time and memory ----
 
     def _pair_s(self, plan: Plan) -> float:
-        """Estimated time of a pair, from what the rules' plan took: a start and the rounds of both, or two starts if both
-        do not fit together."""
+        """A pair's time, by the rules' plan: a start and both rounds, or two starts if both do not fit together."""
         alone = self.alone
         step_s = alone.tokens_per_step / alone.tokens_per_s
         rounds_s = (self.timing.blocks + 1) * alone.steps_per_block * step_s

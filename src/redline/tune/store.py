@@ -30,8 +30,6 @@ from redline.tune.quality import Quality
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRow:
-    """One line of the trial table."""
-
     name: str
     predicted: float | None
     """Speed against the best plan so far, before it was tried."""
@@ -53,8 +51,6 @@ class TrialRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningResult:
-    """The result of a tuning."""
-
     tuned_at: str
     """ISO time, UTC."""
     against: str = "the rules' plan"

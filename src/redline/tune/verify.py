@@ -120,7 +120,9 @@ def _answered(
 ) -> list[Check]:
     """What the answers prove about generation, and training on them about the update (RL only weighs its losses)."""
     with plain_fp32():
-        gap = logprob_gap(_in_fp32(model), completions)
+        reference = copy.deepcopy(model).float()
+        reference.compute_dtype, reference.cross_entropy = torch.float32, "torch"  # operation by operation
+        gap = logprob_gap(reference, completions)
     half = model.compute_dtype != torch.float32
     generation = [log_probabilities(gap, len(completions), half=half), generation_graphs(model)]
     trainer = _learner_of(recipe, plan, model, process, completions)
@@ -187,9 +189,8 @@ def _watch(recipe: Recipe, plan: Plan, trainer: Trainer, progress: Say) -> Case:
     with profiled() as in_update:
         trainer.turn()
         trainer.drain()
-    return Case(
-        plan, trainer, rows, head_rows, in_pass, in_update, seen, expected, *graphs, waited_share, rule
-    )
+    found = in_pass, in_update, seen, expected, *graphs, waited_share, rule
+    return Case(plan, trainer, rows, head_rows, *found)
 
 
 def _first_pass(trainer: Trainer) -> tuple[Any, list[Lesson], int]:
@@ -210,9 +211,6 @@ def _alone(example: Example, device: torch.device) -> Lesson:
     return Lesson(torch.tensor([tokens], device=device), torch.tensor([targets], device=device))
 
 
-# ---- the reference ----
-
-
 def _reference(recipe: Recipe, model: Transformer, rows: Sequence[Lesson], targets: int) -> Numbers:
     """Mean loss and gradients in fp32, one sequence at a time so that explicit attention fits."""
     reference = build_model(model.config, device=rows[0].tokens.device, seed=0)
@@ -228,16 +226,6 @@ def _reference(recipe: Recipe, model: Transformer, rows: Sequence[Lesson], targe
             one = rule.learn(reference, row)
             total += float(one.run(1 / targets, lambda phase: None)["loss"]) / targets
     return Numbers(total, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
-
-
-def _in_fp32(model: Transformer) -> Transformer:
-    """A copy that computes in fp32, operation by operation."""
-    reference = copy.deepcopy(model).float()
-    reference.compute_dtype, reference.cross_entropy = torch.float32, "torch"
-    return reference
-
-
-# ---- the learning rule ----
 
 
 def learning_rule(dfa: DfaConfig, found: Numbers, expected: Numbers, backpropagated: Numbers) -> Check:

@@ -45,9 +45,7 @@ def markdown(rows: Sequence[AblationRow], title: str, where: str) -> str:
             figures = " or ".join(dict.fromkeys(row.quality.figure for row in ran if row.quality))
             columns = [*COLUMNS[:-1], *([figures] if figures else []), COLUMNS[-1]]
             lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-            lines += [
-                f"| {' | '.join(cell.replace('|', '/') for cell in cells(row, figures))} |" for row in ran
-            ]
+            lines += [f"| {' | '.join(c.replace('|', '/') for c in cells(row, figures))} |" for row in ran]
             lines.append("")
         if left := [cells(row)[0] for row in shown if row.outcome == "not run"]:
             lines += [f"Not run for want of time: {', '.join(left)}.", ""]

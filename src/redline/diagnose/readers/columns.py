@@ -108,5 +108,4 @@ def _factor(quantity: str, name: str, unit: str) -> float | None:
 
 
 def is_held_out(label: str) -> bool:
-    """Whether a column belongs to validation, not to training."""
     return HELD_OUT.search(plain(label)[0]) is not None

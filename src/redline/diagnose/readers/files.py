@@ -58,7 +58,6 @@ def text_of(path: Path) -> str:
 
 
 def bytes_of(path: Path) -> bytes:
-    """The bytes of a file, unpacked."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise DataError(f"{path} is not a plain file: give a log")

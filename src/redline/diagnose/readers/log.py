@@ -106,7 +106,6 @@ def _of_a_console(log: Log, source: Source) -> list[Row]:
 
 
 def _longest(rows: Sequence[Row], notes: list[str]) -> list[Row]:
-    """The run of a log that is read."""
     runs, counted_on = runs_of(rows)
     told = [sum(row.trained or "step_s" in row.values for row in each) for each in runs]
     run = max(zip(told, map(len, runs), range(len(runs)), runs, strict=True))[-1]

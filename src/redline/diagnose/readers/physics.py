@@ -36,8 +36,7 @@ def whole(value: float) -> float | None:
 
 
 def rows(value: float) -> float | None:
-    """The rows of an update, from a rate and a time: what is no whole number is rounded, so a round one near it is meant
-    (126.5 is 128)."""
+    """The rows of an update, from a rate and a time; if not whole, the round number near it (126.5 is 128)."""
     near = whole(value)
     if near is None or abs(value - near) <= 0.1:
         return near

@@ -61,8 +61,6 @@ class Row:
 
 @dataclass
 class Log:
-    """All rows of a file, sorted out."""
-
     rows: list[Row]
     summary: dict[str, float] = field(default_factory=dict)
     columns: dict[str, Column] = field(default_factory=dict)

@@ -36,8 +36,6 @@ Times = list[float | None]
 
 @dataclass
 class Timed:
-    """The updates of a run with their times."""
-
     rows: list[Row]
     events: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -138,9 +136,8 @@ def _now(row: Row) -> float | None:
 
 def _from_means(rows: Sequence[Row]) -> Times:
     """The last running mean: it is that of the whole run so far."""
-    means = [
-        row.values.get("mean_step_s") or _rate(row, "updates", "mean_updates_per_s", 1.0) for row in rows
-    ]
+    rates = [_rate(row, "updates", "mean_updates_per_s", 1.0) for row in rows]
+    means = [row.values.get("mean_step_s") or rate for row, rate in zip(rows, rates, strict=True)]
     last = next((value for value in reversed(means) if value), None)
     return [last if value else None for value in means]
 
@@ -171,7 +168,6 @@ def _from_estimates(rows: Sequence[Row]) -> Times:
 
 
 def _from_summary(rows: Sequence[Row], log: Log) -> Times:
-    """The mean of the run, minus its validations."""
     runtime_s, rate = log.summary.get("runtime_s", 0.0), log.summary.get("updates_per_s")
     updates = log.summary.get("updates") or rows[-1].total or runtime_s * (rate or 0.0)
     mean_s = runtime_s / updates if updates else 1 / rate if rate else 0.0

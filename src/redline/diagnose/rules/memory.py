@@ -19,8 +19,7 @@ from redline.plan import arithmetic
 FULL = 0.92
 """Share of the memory up to which a change is said to fit: the estimate is good to some per cent."""
 LARGER_PASSES = ((8_192, 1.25), (32_768, 1.02))
-"""Tokens of a pass, and how much faster passes of 64k are (H200, 124M parameters: 427k, 524k and 533k tokens/s,
-LOG.md)."""
+"""Tokens of a pass, and how much faster passes of 64k are (H200, 124M parameters, LOG.md)."""
 TINY = 4_000
 """Tokens per update and GPU below which the fixed cost of a step decides its time."""
 WELL, LOW = 0.45, 0.3

@@ -22,8 +22,7 @@ COMPILING = 1.3
 """What torch.compile brings at most. Measured on an H200 at 124M parameters, behind fused loss, optimiser and norms: 1.05
 and 1.07 (LOG.md). This allows for models with less fused, and is not measured."""
 FASTER_LINK = 0.5
-"""What a link of twice the speed takes off the waits at least: half of them, and more where a part is hidden, which stays
-so."""
+"""The least share of the waits that a link of twice the speed removes; a hidden part stays hidden."""
 
 
 def against_the_plan(observed: Observed) -> list[Finding]:

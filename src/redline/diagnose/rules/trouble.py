@@ -14,8 +14,7 @@ from redline.diagnose.observed import Observed, Step
 
 LINE = patterns("trouble")
 SKIPS = 0.1
-"""Share of the lines up to which gradient norms that are not numbers are a loss scaler's skips: it looks for the largest scale
-that holds."""
+"""Up to this share of the lines, a gradient norm that is not a number is a loss scaler's skip."""
 BROKEN = 1.5
 """A loss that lies this many times above what it had reached, and stays there, has broken away."""
 
