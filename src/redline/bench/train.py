@@ -49,7 +49,9 @@ LABELS = {
     "plain": "plain PyTorch",
     "hf": "HF Trainer",
 }
-WHOLE_SOFTMAX = "not run: it would compute the whole softmax; train.softmax_candidates=0 compares them"
+WHOLE_SOFTMAX = (
+    "not run: it would compute the whole softmax; train.softmax_candidates=0 compares the same work"
+)
 COLUMNS: tuple[Column, ...] = (
     ("arm", str, "label"),
     *MEASURED,

@@ -244,9 +244,11 @@ class Trainer:
         if self.checkpoints is not None:
             self.checkpoints.wait()  # the last one may be on its way to the disk
             saved = self.checkpoints.latest()
-        fork = f"continue from step {saved} (--fork {self.opened.run} --run NEW)"
-        way = f"{'start again' if saved is None else fork} with {' or '.join(advice)}"
-        return f"{name} is {value} at step {step}: {way}, or look at the data of that step"
+        way = "start again"
+        if saved is not None:
+            way = f"continue from step {saved} (--fork {self.opened.run} --run NEW)"
+        told = f"{name} is {value} at step {step}: {way} with {' or '.join(advice)}"
+        return f"{told}, or look at the data of that step"
 
     def _validate(self) -> None:
         """Validate, put the result into this step's line, and remember whether it is the best so far."""
