@@ -69,7 +69,7 @@ def find_sources(*sources: str) -> list[Path]:
 
 def _files(source: str) -> list[Path]:
     if is_remote(source):
-        raise DataError(f"{source} is not on disk: text is read from disk; a store holds only built shards")
+        raise DataError(f"{source} is not on disk: from an object store only built shards are read")
     if (path := find_source(source)).is_dir():
         return files_under(path, tuple(_FORMATS), "file that can be read as a corpus")
     if not path.name.endswith(tuple(_FORMATS)):

@@ -115,7 +115,9 @@ class Line:
             ) from error
         except self._httpx.HTTPError as error:
             if "SSL" in str(error):
-                raise ConfigError(f"{self.url} cannot be reached over TLS: {error}; is it http?") from error
+                raise ConfigError(
+                    f"{self.url} cannot be reached over TLS: {error}; is it http://?"
+                ) from error
             raise _Lost(f"the connection failed ({str(error) or type(error).__name__})", None) from error
         if response.status_code in PASSING:
             asked = response.headers.get("Retry-After", "")  # for its other form, a date, our own waits apply
