@@ -212,7 +212,9 @@ def test_what_a_store_refuses_is_one_line(
         fetch_folder("s3://nowhere/x/")
     with pytest.raises(DataError, match=r"s3://nowhere/x does not exist: check the bucket"):
         upload(built, "s3://nowhere/x")
-    with pytest.raises(DataError, match=r"s3://bucket/text is not on disk: from an object store only built shards"):
+    with pytest.raises(
+        DataError, match=r"s3://bucket/text is not on disk: from an object store only built shards"
+    ):
         build("s3://bucket/text", tmp_path / "out", vocab_size=300)
     with pytest.raises(DataError, match="abc://x cannot be read: Protocol not known"):
         fetch_folder("abc://x")

@@ -63,6 +63,11 @@ def test_text_of_a_run_is_never_taken_for_html(hostile: Path) -> None:
     assert json.loads(shown.scripts[0])["runs"][0]["label"] == "a<b>&"
 
 
+def test_what_stands_between_backticks_is_code_and_nothing_else(tmp_path: Path) -> None:
+    text = page([RunView(read_run(write_run(tmp_path / "a", about="`make <b>` or `more")))])
+    assert "<code>make &lt;b&gt;</code> or `more</p>" in text
+
+
 def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
     text = page(
         [

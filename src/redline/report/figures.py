@@ -153,7 +153,7 @@ def _training_parts(run: Run) -> list[TimePart]:
         ),
         TimePart("before the fork", before_s, "training time of the run that this one was forked from"),
     ]
-    return [part for part in parts if part.elapsed_s > 0]
+    return [part for part in parts if part.elapsed_s > 1e-4]  # less is what rounding in the record leaves
 
 
 def _before_fork_s(run: Run) -> float:

@@ -10,6 +10,7 @@ import base64
 import functools
 import hashlib
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 from redline import __version__
 from redline.diagnose.answer import verdict, what_it_is
@@ -110,9 +112,15 @@ def _templates() -> jinja2.Environment:
     environment.filters |= {
         "bytes": units.format_bytes, "count": units.format_count, "duration": units.format_duration,
         "share": units.format_share, "limit_share": units.format_limit_share, "exact": units.exact, "when": when,
+        "coded": _coded,
     }  # fmt: skip
     environment.globals |= {"side_by_side": side_by_side, "judged": _judged}
     return environment
+
+
+def _coded(text: str) -> Markup:
+    """What stands between backticks as code, as the terminal's reader takes it."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _judged(runs: list[RunView]) -> Compared | None:
