@@ -109,7 +109,7 @@ def _train(options: argparse.Namespace) -> Path:
 
 
 def _check_writable(out: Path) -> None:
-    """Refuse a folder before minutes of measuring, and not after."""
+    """Refuse a folder that cannot hold the results before anything is measured."""
     out.mkdir(parents=True, exist_ok=True)
     if not os.access(out, os.W_OK):
         raise StorageError(f"{out} cannot be written to; choose another path")

@@ -130,7 +130,8 @@ class Facts:
     """Responses generated for each prompt."""
     precision: Precision | None = None
     recompute: Literal["full", "selective", "on", "off"] | None = None
-    """Activations computed again in the backward pass; `on` where it is not said which."""
+    """What activations are computed again in the backward pass: `full`, `selective`, `off`, or `on` where it is not
+    said which."""
     compile: Literal["on", "off"] | None = None
     """`off` where nothing is compiled."""
     offload: Literal["on", "off"] | None = None

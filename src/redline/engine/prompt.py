@@ -75,7 +75,8 @@ def end_id(loaded: Loaded, tokenizer: Tokenizer, mode: PromptMode) -> int:
 def tokenized(
     loaded: Loaded, tokenizer: Tokenizer, mode: PromptMode, chats: Sequence[list[dict[str, str]]]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Prompt and answer (the last message) of each conversation as token ids; as lines in mode `text`."""
+    """Prompt and answer (the last message) of each conversation as token ids. In mode `text` the messages before the
+    answer are lines of the prompt."""
     end = end_id(loaded, tokenizer, mode)
     if mode == "chat":
         prompts = [chat_prompt(loaded, chat[:-1]) for chat in chats]

@@ -108,10 +108,8 @@ def flops_per_token(model: nn.Module, seq_len: int | None) -> tuple[int, str]:
     config = getattr(model, "config", None)
     shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim")
     layers, width, heads, head_size = (getattr(config, name, None) for name in shape)
-    if isinstance(heads, int) and isinstance(
-        head_size, int
-    ):  # of some models wider than their residual stream
-        width = heads * head_size
+    if isinstance(heads, int) and isinstance(head_size, int):
+        width = heads * head_size  # in some models more than the residual stream
     each = "6 per weight of a matrix product (4 if frozen)"
     if not seq_len:
         return total, f"{each}; attention not counted: a row's length is not known (run.batches shows it)"

@@ -279,7 +279,8 @@ def feedback_bytes(model: ModelConfig, dfa: DfaConfig, precision: str) -> int:
 
 
 def _second_run_bytes(model: ModelConfig, dfa: DfaConfig, tokens: int, precision: str, fused: bool) -> int:
-    """A block of feedback alignment with error and signals (all that shared feedback keeps), or making the error."""
+    """One block of feedback alignment, forward and backward, with error and signals; or the making of the error.
+    Shared feedback keeps only the signals."""
     a, making = BYTES[precision], 0
     error = a * tokens * feedback_error_size(model, dfa)
     if dfa.error == "logits":

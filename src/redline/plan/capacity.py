@@ -31,7 +31,8 @@ FASTEST_PCIE = 64e9
 DECODE_LAYER_S = 45e-6
 """Extra time of a decode step per layer: 1.43 ms for 32 layers on an H200 (benchmarks/generate)."""
 EAGER_SHARE = 0.75
-"""The roofline share of uncompiled updates: RL on an H200 0.68 at 360M, 0.83 at 1.3B (benchmarks/rl)."""
+"""Share of the roofline that uncompiled updates reach: in RL on an H200 0.68 at 360M and 0.83 at 1.3B
+(benchmarks/rl, rl-update)."""
 PAYS = 0.5
 """Below this efficiency half of every GPU-hour is lost."""
 

@@ -153,9 +153,13 @@ class _Decider:
         if not self.pretraining:
             return _rule("auto", "packed examples and generation have their own kernels")
         if self.hardware.compute_capability[:1] == (9,) and self._takes("attention", "cudnn"):
-            return _rule("cudnn", "on Hopper cuDNN's kernel measured faster than torch's, flash (LOG.md)")
+            return _rule(
+                "cudnn", "on Hopper cuDNN's kernel measured faster than torch's choice, flash (LOG.md)"
+            )
         if self.hardware.compute_capability < (8, 0):
-            return _rule("auto", "torch's memory-efficient kernel: flash needs compute capability 8.0")
+            return _rule(
+                "auto", "torch picks its memory-efficient kernel; flash needs compute capability 8.0"
+            )
         return _rule("auto", "torch picks its flash kernel")
 
     def _kernel_attention(self) -> str:
@@ -385,7 +389,7 @@ class _Decider:
             return _rule("", "only CUDA has an allocator to set")
         if not self.pretraining or self.chosen["graph"]:
             return _rule("", "captured graphs keep their own memory; measured with torch's default")
-        return _rule("expandable_segments:True", "growing segments do not fragment when the passes change")
+        return _rule("expandable_segments:True", "growing segments do not fragment when passes change size")
 
     def slots(self) -> Decision:
         """Sequences generated together, by arithmetic; when the engine opens it measures the memory that is free."""

@@ -259,11 +259,11 @@ def metrics_path(run: Path) -> Path:
 
 
 LARGEST = 1e60
-"""No training gets there (fp32 ends at 3e38), and beyond it variances overflow: damage."""
+"""Anything larger is damage: fp32 ends at 3e38. Means and variances of larger numbers would overflow."""
 
 
 def number(value: Any) -> float | None:
-    """A number of at most LARGEST, or None for anything else; one over more than that is 0."""
+    """A number of at most LARGEST, or None for anything else. One smaller than 1 / LARGEST is 0."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     if not plain or not abs(value) <= LARGEST:
         return None
@@ -307,6 +307,11 @@ def attempts(events: list[Line]) -> list[Line]:
 def first_step(events: list[Line]) -> int:
     """The updates that a run began with: for a fork, those of its parent."""
     return int(min(values(attempts(events), "step"), default=0))
+
+
+def before_fork_s(events: list[Line], elapsed_s: float | None, step_s: float | None) -> float:
+    """The training time of the run that this one was forked from, which it goes on counting; by its first line's times."""
+    return (elapsed_s or 0.0) - (step_s or 0.0) if first_step(events) else 0.0
 
 
 def lost_updates(folder: RunFolder, step: int) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 from redline.record.metrics import METRICS, PHASES
-from redline.record.read import Line, Run, first_step, number, table, total, values
+from redline.record.read import Line, Run, before_fork_s, number, table, total, values
 
 ALWAYS = {"forward_s", "backward_s", "optimizer_s"}
 """Phases that every update has, if it was split."""
@@ -142,25 +142,21 @@ def _training_parts(run: Run) -> list[TimePart]:
         return []
     (cold, first_s), wait_s = _warm_up(run), sum(values(run.metrics, "data_wait_s"))
     stalled_s = total(run.events, "checkpoint", "stalled_s")
-    rest, before_s = "validation" if run.told("validation") else "other", _before_fork_s(run)
+    first = run.metrics[0]
+    before_s = before_fork_s(run.events, number(first.get("elapsed_s")), number(first.get("step_s")))
+    rest, rest_s = (
+        "validation" if run.told("validation") else "other",
+        total_s - step_s - stalled_s - before_s,
+    )
     parts = [
         *_update_parts(run, step_s - first_s - wait_s),
         TimePart("data wait", wait_s, "waiting for the loader"),
         TimePart("first updates", first_s, f"compilation and warm-up beyond the median; updates: {cold}"),
         TimePart("checkpoints", stalled_s, "stalls of the loop; writing continues in parallel"),
-        TimePart(
-            rest, total_s - step_s - stalled_s - before_s, "training time outside updates and checkpoints"
-        ),
+        TimePart(rest, rest_s, "training time outside updates and checkpoints"),
         TimePart("before the fork", before_s, "training time of the run that this one was forked from"),
     ]
     return [part for part in parts if part.elapsed_s > 1e-4]  # less is what rounding in the record leaves
-
-
-def _before_fork_s(run: Run) -> float:
-    """Up to where a fork begins: it goes on counting the training time of its parent."""
-    if not first_step(run.events):
-        return 0.0
-    return (number(run.metrics[0].get("elapsed_s")) or 0.0) - (number(run.metrics[0].get("step_s")) or 0.0)
 
 
 def _warm_up(run: Run) -> tuple[int, float]:

@@ -119,7 +119,7 @@ def _templates() -> jinja2.Environment:
 
 
 def _coded(text: str) -> Markup:
-    """What stands between backticks as code, as the terminal's reader takes it."""
+    """The text, with what stands between backticks as code."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 

@@ -51,7 +51,8 @@ def find_block(completion: str) -> str | None:
 
 
 def scored_by(earns: Callable[[str, str], float], read: Callable[[str], str | None] = find) -> Score:
-    """A task's `score`: `read` finds the answer, and `earns` gives a reward from 0 to 1 against the expected."""
+    """A task's `score`: `read` takes the answer out of a completion, and `earns` compares it with the expected one and
+    gives a reward from 0 to 1."""
 
     def score(question: Question, completion: str) -> Verdict:
         if (answer := read(completion)) is None:

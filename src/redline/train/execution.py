@@ -140,9 +140,9 @@ def plain_fp32(*, explicit_attention: bool = True) -> AbstractContextManager[Non
 
 @contextmanager
 def _compiled_apart(attention: str) -> Iterator[None]:
-    """Compiled code that was made for this attention kernel and from this source. A compiler decides on the kernel while it
-    traces, and takes in the backward of our own operations, but torch looks at neither before it calls what this process
-    has compiled, nor in the keys of its cache on disk: what came first would stay, in every later run."""
+    """Inside, compiled code is made for this attention kernel and from this source. A compiler decides on the kernel while
+    it traces, and takes in the backward of our own operations. But torch checks neither when it reuses what this process
+    or, from its cache on disk, an earlier one has compiled: what came first would stay."""
     config: Any = torch.compiler.config
     before, tag = _compiled_for, config.cache_key_tag
     _drop_compiled(attention)

@@ -109,7 +109,8 @@ class Captured:
 
     @contextmanager
     def _read_from(self, numbers: list[Tensor]) -> Iterator[None]:
-        """Inside, learning rates and momenta are on the device; afterwards momenta are numbers, for the warm-up."""
+        """Inside, optimisers find learning rates and momenta on the device. Momenta are numbers again afterwards: the loop
+        changes them while Muon warms up."""
         momenta = [group.get("momentum") for group in self.groups]
         for group, lr, momentum in zip(self.groups, numbers[::2], numbers[1::2], strict=True):
             group["lr"], group["capturable"] = lr, True

@@ -131,7 +131,8 @@ class Muon(_Uncompiled):
 def _average(
     averages: list[Tensor], new: list[Tensor], momentum: float | Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Average in new values. Tensors in one piece of memory count as one stack: few large kernels are quicker."""
+    """Average in new values. Returns both lists; tensors in one piece of memory as one stack, because few large kernels are
+    quicker than many small ones."""
     if (flat := joined(averages)) is not None:
         new = [torch.stack(new)]
         averages = [flat.view_as(new[0])]
@@ -141,7 +142,8 @@ def _average(
 
 
 def _orthogonal(x_PRC: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Each matrix of a stack made orthogonal, and the factor by which Muon's author scales each row."""
+    """Each matrix of a stack made orthogonal, those below each other one by one; and the factor by which Muon's author
+    scales each row."""
     done, scales, at, columns = [], [], 0, x_PRC.shape[-1]
     for size, same in groupby(rows):
         end = at + size * len(list(same))
@@ -153,7 +155,8 @@ def _orthogonal(x_PRC: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _even(square_PR: Tensor, mean_square_PR: Tensor) -> Tensor:
-    """Factors that even out these rows by their mean squares so far (NorMuon, arXiv 2510.05491)."""
+    """Factors that make rows with these square sums even, by their mean squares so far, and keep the length of the whole
+    (NorMuon, arXiv 2510.05491)."""
     over_PR = 1 / mean_square_PR.sqrt().clamp(min=1e-8)
     before, after = (t.sum(-1, keepdim=True).sqrt() for t in (square_PR, square_PR * over_PR.square()))
     return over_PR * (before / after.clamp(min=1e-8))

@@ -153,7 +153,8 @@ class PCGrad:
                     gradient.add_(kept.to(gradient.device, non_blocking=True), alpha=float(factor))
 
     def _conflicts(self, gram_NKK: NDArray[np.float64]) -> Numbers:
-        """For every pair: the cosine of its gradients (else 0), and the share of tensors where it is negative."""
+        """For every pair: the cosine of its gradients (0 without one), and the share of tensors where it is
+        negative."""
         whole_KK = gram_NKK.sum(axis=0)
         values: dict[str, float] = {}
         for i, j in combinations(range(len(self.groups)), 2):

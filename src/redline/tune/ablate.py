@@ -212,7 +212,8 @@ class _Waterfall:
 
     def leave_out(self) -> Iterator[AblationRow]:
         """Each of those kept, left out of the best."""
-        return (self._without(entry, before) for entry, before in self.kept)
+        for entry, before in self.kept:  # not before it is asked for: `apply` has to have filled it
+            yield self._without(entry, before)
 
     # ---- a row ----
 

@@ -54,7 +54,9 @@ class UpdateArms:
         plan = make_plan(pinned, self.hardware)
         theirs = next((name for name in ALLOCATOR_VARIABLES if name in os.environ), None)
         if state.get("allocator") and theirs:
-            raise ConfigError(f"{theirs} is set, and every trial takes the allocator from there")
+            raise ConfigError(
+                f"{theirs} is set, and every trial takes the allocator from there: unset it to compare"
+            )
         if "allocator" in state:
             why = {**plan.why, "allocator": Why(reason="switched by the ablation", source="user")}
             plan = replace(plan, allocator=state["allocator"], why=why)

@@ -19,7 +19,8 @@ from redline.measure.trial import Measurement, Pair
 from redline.plan.values import Effect
 
 EXACT_BAND = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 1e-3, "bf16": 3e-3, "fp8": 1e-2}
-"""Relative difference of a loss by another order of sums: a few last places, grown over the steps."""
+"""Relative difference of a loss that another order of sums may cause: a few units in the last place, grown over the
+steps."""
 ROUNDING_BAND = 1e-2
 """Relative difference of a loss: TF32, bf16 and fp16 stay within it of fp32 over 30 updates (LOG.md)."""
 LOGPROB_BAND = {"fp32": 1e-3, "bf16": 5e-2}

@@ -9,7 +9,7 @@ from statistics import fmean, median, pstdev
 from redline.diagnose.finding import Finding, found
 from redline.diagnose.observed import Observed, Step
 from redline.diagnose.rules.update import taking_turns
-from redline.record.read import first_step
+from redline.record.read import before_fork_s
 from redline.record.units import format_duration
 
 LEAST_EXPLAINED = 0.5
@@ -204,10 +204,7 @@ def _own_pauses(observed: Observed) -> tuple[dict[str, list[float]], float]:
             lost["checkpoint"].append(float(stalled_s))
         if ("validation", now.step) in events:
             lost["validation"].append(max(0.0, apart_s - float(stalled_s or 0.0)))
-    # a fork goes on counting the time of its parent
-    before_s = (
-        (lines[0].elapsed_s or 0.0) - (lines[0].step_s or 0.0) if first_step(list(observed.events)) else 0.0
-    )
+    before_s = before_fork_s(list(observed.events), lines[0].elapsed_s, lines[0].step_s)
     return lost, max(lines[-1].elapsed_s or 0.0, ended_s) - before_s
 
 

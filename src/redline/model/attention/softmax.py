@@ -59,7 +59,8 @@ def attend(attn: "Attention", qkv_BTHC: Tensor, *, rope: Rope | None, copied: bo
 
 
 def by_kernel(attn: "Attention", qkv_NHC: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Normalised, rotated queries and keys, and values, by one kernel if it fits (see `eager_on_gpu`)."""
+    """Queries and keys normalised and rotated, and values, if there is a kernel for both; not under autocast, as
+    `eager_on_gpu` says."""
     q_norm, k_norm = attn.q_norm, attn.k_norm
     half = qkv_NHC.is_cuda and qkv_NHC.dtype.itemsize == 2 and not torch.is_autocast_enabled("cuda")
     if rope is None or q_norm is None or k_norm is None or not (half and heads.able):
