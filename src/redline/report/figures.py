@@ -144,10 +144,8 @@ def _training_parts(run: Run) -> list[TimePart]:
     stalled_s = total(run.events, "checkpoint", "stalled_s")
     first = run.metrics[0]
     before_s = before_fork_s(run.events, number(first.get("elapsed_s")), number(first.get("step_s")))
-    rest, rest_s = (
-        "validation" if run.told("validation") else "other",
-        total_s - step_s - stalled_s - before_s,
-    )
+    rest = "validation" if run.told("validation") else "other"
+    rest_s = total_s - step_s - stalled_s - before_s
     parts = [
         *_update_parts(run, step_s - first_s - wait_s),
         TimePart("data wait", wait_s, "waiting for the loader"),
